@@ -1,0 +1,26 @@
+"""Models: one decoder behind a bundle of pure functions, heads, Hugging Face in and out."""
+
+from jaxppo.models.bundle import Model, build_model
+from jaxppo.models.heads import apply_value_head, init_value_head
+from jaxppo.models.huggingface import (
+    ModelError,
+    create_model,
+    load_pretrained,
+    load_tokenizer,
+    save_pretrained,
+)
+from jaxppo.models.transformer import DecoderConfig, KVCache
+
+__all__ = [
+    "DecoderConfig",
+    "KVCache",
+    "Model",
+    "ModelError",
+    "apply_value_head",
+    "build_model",
+    "create_model",
+    "init_value_head",
+    "load_pretrained",
+    "load_tokenizer",
+    "save_pretrained",
+]

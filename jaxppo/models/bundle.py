@@ -1,0 +1,140 @@
+"""A model as a bundle of pure functions over a parameter tree.
+
+Nothing outside this room imports a module class: the sampler, the scorer and the update are
+handed a `Model` and call its functions with parameters of their own. The tree may carry further
+entries (such as `value_head`), which the functions ignore.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxppo.models.transformer import Decoder, DecoderConfig, KVCache
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Pure functions of one architecture. `B` batch, `T` time, `V` vocabulary, `D` width.
+
+    config: the sizes and options everything follows from.
+    init: `(key) -> params`, random parameters in float32; the key is consumed.
+    apply: `(params, tokens, *, positions=None, mask=None, segment_ids=None, cache=None) ->
+      (hidden [B, T, D], cache)`. `mask [B, T]` bool marks real tokens (None: all are); padding is
+      seen by no real token. Positions default to the count of real tokens before, so results do
+      not depend on the side or amount of padding. `segment_ids [B, T]` keeps packed samples
+      apart (the caller then gives positions). With a cache, the `T` tokens go to its next
+      slots and see what it holds.
+    unembed: `(params, hidden [..., D]) -> logits [..., V]`, float32 or wider; apart from `apply`
+      so that nobody has to hold `[B, T, V]`.
+    logits: `(params, tokens, mask=None) -> [B, T, V]`, the two above in one.
+    score: `(params, tokens, mask=None) -> [B, labels]`, a classifier's logits read at each row's
+      last real token. None for language models.
+    init_cache: `(batch, length) -> cache`, empty, for `length` tokens.
+    hf_config: the checkpoint's `config.json`, kept for the export.
+    """
+
+    config: DecoderConfig
+    init: Callable[[jax.Array], Params]
+    apply: Callable[..., tuple[jax.Array, KVCache | None]]
+    unembed: Callable[[Params, jax.Array], jax.Array]
+    logits: Callable[..., jax.Array]
+    score: Callable[..., jax.Array] | None
+    init_cache: Callable[..., KVCache]
+    hf_config: Mapping[str, Any] = field(repr=False)
+
+
+def build_model(config: DecoderConfig, hf_config: Mapping[str, Any]) -> Model:
+    """Builds the functions of a decoder. Loads and allocates nothing."""
+    module = Decoder(config)
+
+    def init(key):
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return module.init(key, tokens, tokens, jnp.ones((1, 1, 1, 1), bool))["params"]
+
+    def apply(params, tokens, *, positions=None, mask=None, segment_ids=None, cache=None):
+        chex.assert_rank(tokens, 2)
+        B, T = tokens.shape
+        if cache is None and T > config.max_positions and positions is None:
+            raise ValueError(
+                f"{T} tokens are more than the {config.max_positions} positions of this model: "
+                "shorten the prompts or the responses"
+            )
+        if segment_ids is not None and (positions is None or cache is not None):
+            raise ValueError("segment_ids need explicit positions and no cache")
+        if mask is None and cache is not None:
+            mask = jnp.ones((B, T), bool)
+        if positions is None:
+            if mask is None:
+                positions = jnp.arange(T)[None]
+            else:
+                seen = 0 if cache is None else cache.valid.sum(1, keepdims=True)
+                positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1) - 1, 0)
+        if cache is None:
+            allowed = jnp.tril(jnp.ones((T, T), bool))[None]
+            if mask is not None:
+                allowed = allowed & mask[:, None, :]
+            if segment_ids is not None:
+                allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        else:
+            valid = jax.lax.dynamic_update_slice(cache.valid, mask, (0, cache.index))
+            slots = cache.index + jnp.arange(T)
+            causal = jnp.arange(valid.shape[1])[None, :] <= slots[:, None]
+            allowed = causal[None] & valid[:, None, :]
+        hidden, layers = module.apply(
+            {"params": params}, tokens, positions, allowed[:, None], cache
+        )
+        if cache is not None:
+            cache = cache.replace(
+                keys=tuple(k for k, _ in layers),
+                values=tuple(v for _, v in layers),
+                valid=valid,
+                index=cache.index + T,
+            )
+        return hidden, cache
+
+    def unembed(params, hidden):
+        table = params["tokens"]
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ table.T
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return logits.reshape(*hidden.shape[:-1], table.shape[0])
+
+    def logits(params, tokens, mask=None):
+        return unembed(params, apply(params, tokens, mask=mask)[0])
+
+    def score(params, tokens, mask=None):
+        hidden, _ = apply(params, tokens, mask=mask)
+        B, T = tokens.shape
+        if mask is None:
+            last = jnp.full(B, T - 1)
+        else:
+            last = jnp.max(jnp.where(mask, jnp.arange(T), 0), axis=1)
+        state = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        labels = state @ params["score"]
+        return labels.astype(jnp.promote_types(labels.dtype, jnp.float32))
+
+    def init_cache(batch, length, dtype=jnp.float32):
+        shape = (batch, config.heads, length, config.width // config.heads)
+        zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))  # noqa: E731
+        return KVCache(
+            keys=zeros(),
+            values=zeros(),
+            valid=jnp.zeros((batch, length), bool),
+            index=jnp.zeros((), jnp.int32),
+        )
+
+    return Model(
+        config=config,
+        init=init,
+        apply=apply,
+        unembed=unembed,
+        logits=logits,
+        score=score if config.num_labels else None,
+        init_cache=init_cache,
+        hf_config=dict(hf_config),
+    )

@@ -1,0 +1,188 @@
+"""The decoder: a causal transformer in Flax Linen whose options a family's table sets.
+
+Letters: `B` batch, `T` tokens in this call, `S` cache slots or keys, `D` width, `H` heads,
+`K` size of a head, `V` vocabulary.
+
+Matrix products run on `[B*T, D]` rather than `[B, T, D]`: XLA's backward pass of a linear layer is
+half as fast again that way on CPU and never slower elsewhere. Layers are unrolled, and each
+has a cache of its own, because stacked caches make every decode step copy the whole buffer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: nn.gelu(x, approximate=False),
+    "gelu_new": nn.gelu,
+    "gelu_pytorch_tanh": nn.gelu,
+    "relu": nn.relu,
+    "silu": nn.silu,
+}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What a decoder is built from.
+
+    vocab_size: rows of the embedding table.
+    width: size of the residual stream.
+    layers, heads: number of blocks; attention heads a block.
+    mlp_width: hidden units of a block's MLP.
+    max_positions: length of the learned position table; longer sequences are refused.
+    activation: a key of `ACTIVATIONS`.
+    norm_eps: added to the variance in layer norms.
+    initializer_range: standard deviation of freshly initialised weights.
+    num_labels: 0 for a language model, else the outputs of a classifier's score head.
+    pad_id: the id a classifier's checkpoint pads with, if it names one.
+    """
+
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    mlp_width: int
+    max_positions: int
+    activation: str = "gelu_new"
+    norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    num_labels: int = 0
+    pad_id: int | None = None
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of the tokens seen so far. Rows advance together, one slot a step.
+
+    keys, values: a tuple with one `[B, H, S, K]` array a layer (head-major: the layout in which
+      a decode step reads the cache without reordering it).
+    valid: `[B, S]` bool, the slots that hold a real token of the row.
+    index: scalar int32, the next slot to write. The caller sees to it that it stays below `S`.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    valid: jax.Array
+    index: jax.Array
+
+    def grown(self, length: int) -> "KVCache":
+        """Returns the same cache with room for `length` slots."""
+        extra = length - self.valid.shape[1]
+        widen = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))  # noqa: E731
+        return self.replace(
+            keys=tuple(map(widen, self.keys)),
+            values=tuple(map(widen, self.values)),
+            valid=jnp.pad(self.valid, ((0, 0), (0, extra))),
+        )
+
+
+def attend(q_BHTK, k_BHSK, v_BHSK, allowed):
+    """Scaled dot-product attention with a float32 (or wider) softmax.
+
+    `allowed` is bool and broadcasts to `[B, H, T, S]`. A query that may see nothing gets an even
+    mixture of the values instead of NaN; only padding ever asks for that.
+    """
+    scores = jnp.einsum("bhtk,bhsk->bhts", q_BHTK, k_BHSK) * q_BHTK.shape[-1] ** -0.5
+    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    weights = jax.nn.softmax(jnp.where(allowed, scores, -1e30), axis=-1).astype(v_BHSK.dtype)
+    return jnp.einsum("bhts,bhsk->bhtk", weights, v_BHSK)
+
+
+class Linear(nn.Module):
+    """`x @ kernel + bias` over the last axis, computed on two-dimensional rows."""
+
+    features: int
+    stddev: float
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.normal(self.stddev)
+        y = x.reshape(-1, x.shape[-1]) @ self.param("kernel", init, (x.shape[-1], self.features))
+        if self.use_bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,))
+        return y.reshape(*x.shape[:-1], self.features)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation in float32 (or wider), returned in the input's dtype."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
+        return (y * scale + bias).astype(x.dtype)
+
+
+class Attention(nn.Module):
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, allowed, layer_cache=None, index=None):
+        """Returns the mixed values and this layer's keys and values, written at `index`."""
+        c = self.config
+        B, T, _ = x_BTD.shape
+
+        def heads(name):
+            y = Linear(c.width, c.initializer_range, name=name)(x_BTD)
+            return y.reshape(B, T, c.heads, -1).swapaxes(1, 2)
+
+        q, k, v = heads("query"), heads("key"), heads("value")
+        if layer_cache is not None:
+            k, v = (
+                jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, 0, index, 0))
+                for old, new in zip(layer_cache, (k, v))
+            )
+        y_BTD = attend(q, k, v, allowed).swapaxes(1, 2).reshape(B, T, c.width)
+        out_stddev = c.initializer_range / (2 * c.layers) ** 0.5
+        return Linear(c.width, out_stddev, name="out")(y_BTD), (k, v)
+
+
+class Block(nn.Module):
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, allowed, layer_cache=None, index=None):
+        c = self.config
+        y, layer_cache = Attention(c, name="attention")(
+            LayerNorm(c.norm_eps, name="norm_1")(x_BTD), allowed, layer_cache, index
+        )
+        x_BTD = x_BTD + y
+        y = Linear(c.mlp_width, c.initializer_range, name="up")(
+            LayerNorm(c.norm_eps, name="norm_2")(x_BTD)
+        )
+        out_stddev = c.initializer_range / (2 * c.layers) ** 0.5
+        y = Linear(c.width, out_stddev, name="down")(ACTIVATIONS[c.activation](y))
+        return x_BTD + y, layer_cache
+
+
+class Decoder(nn.Module):
+    """Token ids to final hidden states. The output projection is apart, see `Model.unembed`."""
+
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, tokens, positions, allowed, cache=None):
+        c = self.config
+        init = nn.initializers.normal(c.initializer_range)
+        table = self.param("tokens", init, (c.vocab_size, c.width))
+        position_table = self.param("positions", init, (c.max_positions, c.width))
+        x_BTD = table[tokens] + position_table[positions]
+        layers = []
+        for i in range(c.layers):
+            layer_cache = None if cache is None else (cache.keys[i], cache.values[i])
+            index = None if cache is None else cache.index
+            x_BTD, written = Block(c, name=f"block_{i}")(x_BTD, allowed, layer_cache, index)
+            layers.append(written)
+        if c.num_labels:  # only creates the parameter; `Model.score` uses it
+            self.param("score", init, (c.width, c.num_labels))
+        return LayerNorm(c.norm_eps, name="norm")(x_BTD), tuple(layers)
