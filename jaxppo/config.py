@@ -127,26 +127,13 @@ def default_config() -> ConfigDict:
             "min_p": 0.0,
             "eos_token_id": placeholder(object),  # id or ids; None: the model's; (): never stop
         },
-        "gen_experience_kwargs": {  # for rollouts; None: as in gen_kwargs
-            "max_new_tokens": placeholder(int),
-            "min_new_tokens": placeholder(int),
-            "do_sample": placeholder(bool),
-            "temperature": placeholder(float),
-            "top_k": placeholder(int),
-            "top_p": placeholder(float),
-            "min_p": placeholder(float),
-            "eos_token_id": placeholder(object),
-        },
     }
-    sections = {
-        "train": train,
-        "model": model,
-        "tokenizer": tokenizer,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "method": method,
-    }
-    return ConfigDict(sections)
+    # For rollouts; None: as in gen_kwargs.
+    kinds = {"max_new_tokens": int, "min_new_tokens": int, "do_sample": bool, "temperature": float}
+    kinds |= {"top_k": int, "top_p": float, "min_p": float, "eos_token_id": object}
+    method["gen_experience_kwargs"] = {name: placeholder(kind) for name, kind in kinds.items()}
+    sections = {"train": train, "model": model, "tokenizer": tokenizer, "optimizer": optimizer}
+    return ConfigDict(sections | {"scheduler": scheduler, "method": method})
 
 
 # The keyword arguments that each optimizer and scheduler reads.
@@ -168,33 +155,27 @@ _ALIASES = {
     "train.tracker": {"none": None},
 }
 
-_ANY = object()  # any value is accepted: the option has no effect on results
-_LENGTH = "use max_new_tokens and min_new_tokens, which do not count the prompt"
-
-# Options of trlx and `generate` that have no counterpart here: the values (besides empty ones)
-# that ask for nothing special and are passed over, and what to do about any other.
+# Options of trlx and `generate` without a counterpart here: what to do about them, and the values
+# (besides empty ones) that ask for nothing special, so that they are passed over.
+_ANY = object()
 _FOREIGN = {
-    "train.pipeline": ("promptpipeline", "prompts are passed to train(...); leave it out"),
-    "train.trainer": ("accelerateppotrainer", "only PPO is supported so far; leave it out"),
-    "train.trainer_kwargs": (None, "not supported; leave it out"),
-    "train.logging_dir": (None, "logs go to the run folder; set train.checkpoint_dir"),
-    "train.rollout_logging_dir": (None, "not supported yet; leave it out"),
-    "train.resume_from_checkpoint": (
-        None,
-        "set train.checkpoint_dir to the run folder and train.resume to True",
-    ),
-    "model.peft_config": (None, "adapters are not supported yet; leave it out to train all layers"),
-    "model.model_extra_configs": (None, "not supported; leave it out"),
-    "tokenizer.tokenizer_extra_configs": (None, "not supported; leave it out"),
-    "method.gen_kwargs.max_length": (None, _LENGTH),
-    "method.gen_kwargs.min_length": (None, _LENGTH),
-    "method.gen_kwargs.num_beams": (1, "beam search is not supported; use 1"),
-    "method.gen_kwargs.num_return_sequences": (1, "not supported yet; use 1"),
-    "method.gen_kwargs.repetition_penalty": (1, "not supported; use 1.0"),
-    "method.gen_kwargs.no_repeat_ngram_size": (None, "not supported; use 0"),
-    "method.gen_kwargs.typical_p": (1, "not supported; use 1.0"),
-    "method.gen_kwargs.use_cache": (_ANY, ""),
-    "method.gen_kwargs.pad_token_id": (_ANY, ""),
+    "train.pipeline": ("prompts are passed to train(...), leave it out", "promptpipeline"),
+    "train.trainer": ("only PPO is supported so far, leave it out", "accelerateppotrainer"),
+    "train.trainer_kwargs": ("it is not supported, leave it out", None),
+    "train.logging_dir": ("logs go to the run folder, set train.checkpoint_dir", None),
+    "train.rollout_logging_dir": ("it is not supported yet, leave it out", None),
+    "train.resume_from_checkpoint": ("set train.checkpoint_dir to the folder of that run", None),
+    "model.peft_config": ("adapters are not supported yet, leave it out", None),
+    "model.model_extra_configs": ("it is not supported, leave it out", None),
+    "tokenizer.tokenizer_extra_configs": ("it is not supported, leave it out", None),
+    "method.gen_kwargs.max_length": ("use max_new_tokens, which excludes the prompt", None),
+    "method.gen_kwargs.min_length": ("use min_new_tokens, which excludes the prompt", None),
+    "method.gen_kwargs.num_beams": ("beam search is not supported, use 1", 1),
+    "method.gen_kwargs.num_return_sequences": ("it is not supported yet, use 1", 1),
+    "method.gen_kwargs.repetition_penalty": ("it is not supported, use 1.0", 1),
+    "method.gen_kwargs.no_repeat_ngram_size": ("it is not supported, use 0", None),
+    "method.gen_kwargs.use_cache": ("", _ANY),
+    "method.gen_kwargs.pad_token_id": ("", _ANY),
 }
 
 
@@ -232,28 +213,17 @@ def validate(config: ConfigDict) -> None:
 
 
 class Plan(NamedTuple):
-    """What a run will do, if no update is skipped. All are counts.
+    """What a run will do if no update is skipped. All are counts."""
 
-    rollouts_per_cycle: samples, num_rollouts rounded up to whole chunks.
-    chunks_per_cycle: calls of the sampler and of the reward function.
-    optimizer_steps_per_cycle: ppo_epochs times the batches, of which the last may be smaller.
-    cycles: rollouts and updates, each run whole, until total_steps are done or epochs are over.
-    optimizer_steps: in all; may pass total_steps by less than one cycle.
-    rollouts: samples in all.
-    evaluations: before training, after each cycle in which one fell due, and at the end.
-    prompts: how many there are.
-    prompt_epochs: how often each prompt is sampled, on average.
-    """
-
-    rollouts_per_cycle: int
-    chunks_per_cycle: int
-    optimizer_steps_per_cycle: int
-    cycles: int
-    optimizer_steps: int
-    rollouts: int
-    evaluations: int
-    prompts: int
-    prompt_epochs: float
+    rollouts_per_cycle: int  # samples: num_rollouts rounded up to whole chunks
+    chunks_per_cycle: int  # calls of the sampler and of the reward function
+    optimizer_steps_per_cycle: int  # ppo_epochs times the batches, the last of which may be smaller
+    cycles: int  # of rollouts and updates, until total_steps are done or epochs are over
+    optimizer_steps: int  # in all; cycles are whole, so it may pass total_steps by part of one
+    rollouts: int  # samples in all
+    evaluations: int  # before training, after each cycle in which one falls due, and at the end
+    prompts: int  # how many there are
+    prompt_epochs: float  # how often each prompt is sampled, on average
 
 
 def due(interval: int, before: int, after: int) -> bool:
@@ -274,24 +244,16 @@ def plan(config: ConfigDict, num_prompts: int) -> Plan:
     # A cycle holds at most one evaluation, and each multiple of the interval belongs to one cycle.
     evaluations = 1 + min(cycles, steps // train.eval_interval)
     evaluations += not due(train.eval_interval, steps - per_cycle, steps)
-    return Plan(
-        rollouts_per_cycle=rollouts,
-        chunks_per_cycle=chunks,
-        optimizer_steps_per_cycle=per_cycle,
-        cycles=cycles,
-        optimizer_steps=steps,
-        rollouts=cycles * rollouts,
-        evaluations=evaluations,
-        prompts=num_prompts,
-        prompt_epochs=cycles * rollouts / num_prompts,
-    )
+    samples = cycles * rollouts
+    run = (cycles, steps, samples, evaluations, num_prompts, samples / num_prompts)
+    return Plan(rollouts, chunks, per_cycle, *run)
 
 
 def plan_lines(plan: Plan, config: ConfigDict) -> list[tuple[str, str]]:
     """Returns the plan as (label, value) pairs in plain words, for a table in the console."""
     t, m = config.train, config.method
     steps = plan.optimizer_steps_per_cycle
-    end = "train.total_steps is" if plan.optimizer_steps >= t.total_steps else "train.epochs are"
+    limit = "train.total_steps" if plan.optimizer_steps >= t.total_steps else "train.epochs"
     up = "" if plan.rollouts_per_cycle == m.num_rollouts else f", up from {m.num_rollouts}"
     batch = f"{t.batch_size} samples a step"
     if rest := plan.rollouts_per_cycle % t.batch_size:
@@ -301,16 +263,17 @@ def plan_lines(plan: Plan, config: ConfigDict) -> list[tuple[str, str]]:
     kl = f"fixed at {m.init_kl_coef:g}"
     if m.target is not None:
         kl = f"{m.init_kl_coef:g} at first, adapted to reach {m.target:g} nats a sample"
+    times = f"{plan.prompt_epochs:.{0 if plan.prompt_epochs >= 100 else 2}f}"
     response = rollout_kwargs(config)["max_new_tokens"]
     best = " and the best" if t.save_best else ""
     chunks = f"{plan.chunks_per_cycle} x {m.chunk_size}{up}"
     updates = f"{m.ppo_epochs} epochs x {steps // m.ppo_epochs}"
     return [
-        ("cycles", f"{plan.cycles}, until {end} reached"),
+        ("cycles", f"{plan.cycles}, then {limit} ends the run"),
         ("rollouts", f"{plan.rollouts_per_cycle} a cycle ({chunks}), {plan.rollouts} in all"),
         ("optimizer steps", f"{steps} a cycle ({updates}), {plan.optimizer_steps} in all"),
         ("batch", batch),
-        ("prompts", f"{plan.prompts}, each sampled {plan.prompt_epochs:.3g} times on average"),
+        ("prompts", f"{plan.prompts}, each sampled {times} times on average"),
         ("tokens", f"at most {t.seq_length - response} a prompt, {response} a response"),
         ("evaluations", f"{plan.evaluations}: first, every {t.eval_interval} steps, and last"),
         (
@@ -336,7 +299,7 @@ def stop_ids(config: ConfigDict, *, rollouts: bool) -> tuple[int, ...] | None:
     """Returns the EOS ids the config sets for rollouts or evaluations; None: the model's own."""
     options = _rollout_options(config) if rollouts else config.method.gen_kwargs
     ids = options["eos_token_id"]
-    return None if ids is None else _ids(ids)
+    return None if ids is None else _convert(ids, object)
 
 
 def optimizer_kwargs(config: ConfigDict) -> dict[str, Any]:
@@ -380,18 +343,10 @@ _RANGES = (
         method.ref_std optimizer.kwargs.lr optimizer.kwargs.eps""",
     ),
     ("from 0 to 1", lambda v: 0 <= v <= 1, "method.gamma method.lam scheduler.kwargs.end_factor"),
+    ("above 0, at most 1", lambda v: 0 < v <= 1, "method.gen*.top_p scheduler.kwargs.start_factor"),
+    ("at least 0, below 1", lambda v: 0 <= v < 1, "method.gen*.min_p optimizer.kwargs.momentum"),
     (
-        "above 0 and at most 1",
-        lambda v: 0 < v <= 1,
-        "scheduler.kwargs.start_factor method.gen*.top_p",
-    ),
-    (
-        "at least 0 and below 1",
-        lambda v: 0 <= v < 1,
-        "optimizer.kwargs.momentum method.gen*.min_p",
-    ),
-    (
-        "two numbers, each at least 0 and below 1",
+        "two numbers at least 0, below 1",
         lambda v: len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v),
         "optimizer.kwargs.betas",
     ),
@@ -440,13 +395,10 @@ def _value_problems(config: ConfigDict) -> Iterator[str]:
 
 
 def _contradictions(config: ConfigDict) -> Iterator[str]:
-    """Yields a sentence for each pair of options that exclude each other."""
-    t, m, o, s = (config[name] for name in ("train", "method", "optimizer", "scheduler"))
-    if t.minibatch_size and t.batch_size % t.minibatch_size:
-        yield (
-            f"train.minibatch_size {t.minibatch_size} does not divide train.batch_size "
-            f"{t.batch_size}; choose a divisor"
-        )
+    """Yields a sentence for each set of options that exclude each other."""
+    t, m, o, s = config.train, config.method, config.optimizer, config.scheduler
+    if (t.minibatch_size or 0) > 0 and t.batch_size % t.minibatch_size:
+        yield f"train.minibatch_size {t.minibatch_size} must divide train.batch_size {t.batch_size}"
     if m.chunk_size > 0 and t.batch_size > math.ceil(m.num_rollouts / m.chunk_size) * m.chunk_size:
         yield (
             f"train.batch_size {t.batch_size} exceeds the rollouts of a cycle, method.num_rollouts "
@@ -454,21 +406,15 @@ def _contradictions(config: ConfigDict) -> Iterator[str]:
         )
     if m.target is not None and m.init_kl_coef == 0:
         yield (
-            f"method.target {m.target} asks for an adaptive KL coefficient, but one that starts at "
+            "method.target asks for an adaptive KL coefficient, but one that starts at "
             "method.init_kl_coef 0 stays there; set it above 0, or target to None"
         )
     if (m.ref_mean is None) != (m.ref_std is None):
-        yield (
-            f"method.ref_mean and method.ref_std belong together, got {m.ref_mean} and "
-            f"{m.ref_std}; give both, or neither to take them from the first chunk"
-        )
+        yield "method.ref_mean and method.ref_std belong together; give both or neither"
     if m.ref_std is not None and m.scale_reward != "ref":
-        yield (
-            f"method.ref_std has no effect with method.scale_reward {m.scale_reward!r}; "
-            "set scale_reward to 'ref', or ref_mean and ref_std to None"
-        )
+        yield "method.ref_std has no effect unless method.scale_reward is 'ref'; set or drop it"
     if o.name == "sgd" and o.kwargs.nesterov and o.kwargs.momentum == 0:
-        yield "optimizer.kwargs.nesterov needs optimizer.kwargs.momentum; set it above 0"
+        yield "optimizer.kwargs.nesterov needs optimizer.kwargs.momentum above 0; set it so"
     # With a period far beyond the run, as trlx's 1e12, eta_min plays no part.
     rising = s.kwargs.eta_min > o.kwargs.lr and s.kwargs.T_max < 100 * t.total_steps
     if s.name == "cosine_annealing" and rising:
@@ -482,41 +428,31 @@ def _contradictions(config: ConfigDict) -> Iterator[str]:
         for key, value in config[section].kwargs.items():
             # A default that the chosen one does not read is only unused.
             if key not in table.get(name, default) and value != default[key]:
-                yield (
-                    f"{section}.kwargs.{key} has no effect with {section}.name {name!r}, "
-                    f"which reads {', '.join(table[name]) or 'none'}; leave it out"
-                )
+                yield f"{section}.kwargs.{key} has no effect with {name!r}; leave it out"
     evaluation, rollout = m.gen_kwargs.to_dict(), _rollout_options(config)
-    yield from _generation_problems("method.gen_kwargs", evaluation, t.seq_length)
-    if rollout != evaluation:
-        yield from _generation_problems("method.gen_experience_kwargs", rollout, t.seq_length)
+    stages = {"gen_kwargs": evaluation, "gen_experience_kwargs": rollout}
+    for stage, g in stages.items() if rollout != evaluation else [("gen_kwargs", evaluation)]:
+        where, longest = f"method.{stage}", g["max_new_tokens"]
+        if g["min_new_tokens"] > longest:
+            yield f"{where}.min_new_tokens must not exceed max_new_tokens, which is {longest}"
+        if longest >= t.seq_length:
+            yield (
+                f"{where}.max_new_tokens {longest} leaves no room for a prompt in train.seq_length "
+                f"{t.seq_length}; lower the one or raise the other"
+            )
+        if g["do_sample"] and g["temperature"] == 0:
+            yield (
+                f"{where}.temperature must be above 0 to sample; set it so, or for greedy "
+                "evaluations method.gen_kwargs.do_sample to False"
+            )
     if not rollout["do_sample"]:
-        yield (
-            "rollouts must sample, but do_sample is False for them; "
-            "set method.gen_experience_kwargs.do_sample to True"
-        )
-
-
-def _generation_problems(where: str, options: Mapping[str, Any], seq_length: int) -> Iterator[str]:
-    longest, shortest = options["max_new_tokens"], options["min_new_tokens"]
-    if shortest > longest:
-        yield f"{where}.min_new_tokens {shortest} exceeds max_new_tokens {longest}; lower it"
-    if longest >= seq_length:
-        yield (
-            f"{where}.max_new_tokens {longest} leaves no room for a prompt in train.seq_length "
-            f"{seq_length}; lower the one or raise the other"
-        )
-    if options["do_sample"] and options["temperature"] == 0:
-        yield (
-            f"{where}.temperature must be above 0 to sample; set it so, or for greedy evaluations "
-            "method.gen_kwargs.do_sample to False"
-        )
+        yield "rollouts must sample; set method.gen_experience_kwargs.do_sample to True"
 
 
 # Reading overrides.
 
 
-def _as_mapping(value: Any) -> Mapping[str, Any] | None:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     value = value.to_dict() if hasattr(value, "to_dict") else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"a config must be a mapping of options, got {value!r}")
@@ -541,10 +477,10 @@ def _merge(
         path = prefix + name
         foreign = path.replace(".gen_experience_kwargs.", ".gen_kwargs.")
         if foreign in _FOREIGN:
-            harmless, advice = _FOREIGN[foreign]
+            advice, harmless = _FOREIGN[foreign]
             given = value.lower() if isinstance(value, str) else value
             if given and harmless is not _ANY and given != harmless:
-                problems.append(f"{path} {value!r}: {advice}")
+                problems.append(f"{path} is {value!r}, but {advice}")
         elif name not in fields:
             problems.append(_unknown(path, prefix, fields))
         elif isinstance(fields[name], ConfigDict):
@@ -561,7 +497,6 @@ def _merge(
 def _assign(config: ConfigDict, name: str, path: str, value: Any, optional: bool) -> str | None:
     """Writes one value in its right type, or returns the sentence that says why it cannot."""
     kind = config.get_type(name)
-    what, convert = _KINDS[kind]
     if isinstance(value, (str, bool)):
         spelling = value.lower() if isinstance(value, str) else value
         value = _ALIASES.get(path, {}).get(spelling, value)
@@ -571,9 +506,9 @@ def _assign(config: ConfigDict, name: str, path: str, value: Any, optional: bool
             "this is not supported yet, give one value"
         )
     try:
-        config[name] = None if value is None and optional else convert(value)
+        config[name] = None if value is None and optional else _convert(value, kind)
     except (TypeError, ValueError, OverflowError):
-        return f"{path} must be {what}{' or None' if optional else ''}, got {value!r}"
+        return f"{path} must be {_KINDS[kind]}{' or None' if optional else ''}, got {value!r}"
     return None
 
 
@@ -591,55 +526,38 @@ def _unknown(path: str, prefix: str, fields: Mapping[str, Any]) -> str:
     return f"unknown option {path}; {where}: {', '.join(fields)}"
 
 
-def _integer(value: Any) -> int:
-    if isinstance(value, str):
-        value = float(value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != int(value):
-        raise TypeError
-    return int(value)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, str)):
-        raise TypeError
-    if not math.isfinite(float(value)):
-        raise ValueError
-    return float(value)
-
-
-def _string(value: Any) -> str:
-    return os.fspath(value) + ""  # a bytes path fails here
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _sequence(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise TypeError
-    return tuple(value)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, numbers.Integral) and value == -1:  # trlx's way to say "never stop"
-        return ()
-    ids = tuple(_integer(i) for i in (value if isinstance(value, (list, tuple)) else (value,)))
-    if any(i < 0 for i in ids):
-        raise ValueError
-    return ids
-
-
 _KINDS = {
-    int: ("an integer", _integer),
-    float: ("a finite number", _number),
-    str: ("a string", _string),
-    bool: ("True or False", _boolean),
-    tuple: ("a list", _sequence),
-    object: ("a token id or a list of token ids", _ids),
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    bool: "True or False",
+    tuple: "a list",
+    object: "a token id or a list of token ids",
 }
+
+
+def _convert(value: Any, kind: type) -> Any:
+    """Returns `value` as the `kind` of an option, or raises one of the errors of casting."""
+    if kind in (int, float):
+        number = float(value) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, numbers.Real):
+            raise TypeError
+        if not math.isfinite(number) or (kind is int and number != int(number)):
+            raise ValueError
+        return kind(number)
+    if kind is str:
+        return os.fspath(value) + ""  # paths are welcome; bytes fail here
+    if kind is object:
+        if isinstance(value, int) and value == -1:  # trlx's way to say "never stop"
+            return ()
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        ids = tuple(_convert(token, int) for token in values)
+        if any(token < 0 for token in ids):
+            raise ValueError
+        return ids
+    if not isinstance(value, (list, tuple) if kind is tuple else kind):
+        raise TypeError
+    return kind(value)
 
 
 # Small helpers.
@@ -652,7 +570,7 @@ def _raise(problems: list[str]) -> None:
         raise ConfigError("\n- ".join([f"{len(problems)} problems in the config:", *problems]))
 
 
-def _paths(config: ConfigDict, prefix: str = ""):
+def _paths(config: ConfigDict, prefix: str = "") -> Iterator[str]:
     for key, value in config.items():
         if isinstance(value, ConfigDict):
             yield from _paths(value, f"{prefix}{key}.")

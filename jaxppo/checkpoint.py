@@ -1,0 +1,87 @@
+"""Checkpoints: one pytree and a little JSON a step, written atomically by Orbax.
+
+A step's folder appears under its final name only when it is complete, so a process killed while it
+saves leaves the checkpoint before intact.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be written or read, and why."""
+
+
+def latest_step(folder: str | Path) -> int | None:
+    """The newest complete step in a folder, or None."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return None
+    steps = [int(child.name) for child in folder.iterdir() if child.name.isdigit()]
+    return max(steps, default=None)
+
+
+def save(folder: str | Path, step: int, state: Any, meta: dict, *, keep: int) -> None:
+    """Writes a checkpoint and removes all but the newest `keep`.
+
+    Args:
+      folder: of this series of checkpoints; made if need be.
+      step: names the checkpoint. One that is there already is left as it is.
+      state: a pytree of arrays. Typed keys are not arrays: derive them from a seed.
+      meta: what JSON can hold, beside it.
+      keep: how many steps stay.
+
+    Raises:
+      CheckpointError: the disk refuses; what was there before is unharmed.
+    """
+    try:
+        with _manager(folder, keep) as manager:
+            if step in manager.all_steps():
+                return
+            manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
+                ),
+            )
+            manager.wait_until_finished()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {step} can't be written to {folder}: {error}") from error
+
+
+def restore(folder: str | Path, step: int, like: Any) -> tuple[Any, dict]:
+    """Reads a checkpoint back, bit for bit.
+
+    Args:
+      folder, step: as saved.
+      like: a pytree of arrays (or `ShapeDtypeStruct`s) with the structure that is expected.
+
+    Raises:
+      CheckpointError: it is damaged, or its shapes are those of another model or optimizer.
+    """
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+    try:
+        with _manager(folder, None) as manager:
+            found = manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore()
+                ),
+            )
+    except Exception as error:  # Orbax and TensorStore raise many kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"checkpoint {Path(folder) / str(step)} can't be read: {reason}; it is damaged or "
+            "belongs to another model or configuration: choose another --workdir or remove it"
+        ) from error
+    return found["state"], found["meta"]
+
+
+def _manager(folder: str | Path, keep: int | None) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, create=True, enable_async_checkpointing=False
+    )
+    return ocp.CheckpointManager(Path(folder).absolute(), options=options)

@@ -1,0 +1,160 @@
+"""Experience: samples and their scores become advantages. `B` rows, `P` prompt, `N` response."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxppo.core.advantages import gae, whiten
+from jaxppo.core.batch import Evaluation, PPOBatch
+from jaxppo.core.kl import kl_estimate
+from jaxppo.core.logprobs import chunked_logprobs, response_states
+from jaxppo.models import Model, apply_value_head
+from jaxppo.sampling import forbid, is_truncating, keep_most_probable, scale
+
+
+class Rollout(NamedTuple):
+    """Prompts and the responses to them: what the transformer's `evaluate` needs (`PPOBatch.inputs`).
+
+    prompts, prompt_mask: `[B, P]`, padded on the left.
+    tokens, mask: `[B, N]`, padded on the right.
+    kept: `[B, N]` from `Samples`, None without truncation.
+    """
+
+    prompts: jax.Array
+    prompt_mask: jax.Array
+    tokens: jax.Array
+    mask: jax.Array
+    kept: jax.Array | None = None
+
+
+def make_evaluate(
+    model: Model,
+    *,
+    temperature=1.0,
+    top_k: int = 0,
+    top_p=1.0,
+    min_p=0.0,
+    eos_ids: tuple[int, ...] = (),
+    min_new_tokens: int = 0,
+    chunk_size: int | None = None,
+):
+    """Makes the transformer's `evaluate(params, batch) -> Evaluation`.
+
+    It reproduces the log-probs of `sample` called with the same options. `batch.inputs` is a
+    `Rollout`. Values come from `params["value_head"]`, and are 0 without one.
+
+    Args:
+      model: the bundle of functions.
+      temperature, top_k, top_p, min_p, eos_ids, min_new_tokens: as given to `sample`.
+      chunk_size: tokens whose logits exist at once; None picks about 64 MB of them.
+
+    Raises:
+      ValueError: temperature 0. Greedy decoding has no distribution to take a ratio of.
+    """
+    if isinstance(temperature, int | float) and temperature <= 0:
+        raise ValueError("temperature must be above 0: greedy samples can't be trained on")
+    truncating = is_truncating(top_k=top_k, top_p=top_p, min_p=min_p)
+    chunk_size = chunk_size or max(128, 2**24 // model.config.vocab_size)
+
+    def evaluate(params, batch) -> Evaluation:
+        rollout: Rollout = batch.inputs
+        B, P = rollout.prompts.shape
+        N = rollout.tokens.shape[1]
+        if truncating and rollout.kept is None:
+            raise ValueError(
+                "these samples were drawn without top_k, top_p and min_p, but are evaluated with "
+                "them: pass Samples.kept in the Rollout, or evaluate as they were sampled"
+            )
+        # the last response token predicts nothing, so it is not fed
+        hidden, _ = model.apply(
+            params,
+            jnp.concatenate([rollout.prompts, rollout.tokens[:, :-1]], axis=1),
+            mask=jnp.concatenate([rollout.prompt_mask, rollout.mask[:, :-1]], axis=1),
+        )
+        states = response_states(hidden, P, response_length=N)
+
+        def logits_fn(states, tokens, step, kept):
+            logits = scale(model.unembed(params, states), temperature)
+            logits = forbid(logits, eos_ids, step < min_new_tokens) if min_new_tokens else logits
+            return keep_most_probable(logits, kept, tokens) if truncating else logits
+
+        step = jnp.broadcast_to(jnp.arange(N), (B, N))
+        kept = rollout.kept if truncating else step
+        logprobs, entropy = chunked_logprobs(
+            logits_fn, states, rollout.tokens, step, kept, chunk_size=chunk_size
+        )
+        if "value_head" in params:
+            values = apply_value_head(params["value_head"], states)
+        else:
+            values = jnp.zeros_like(logprobs)
+        return Evaluation(logprobs, values, entropy)
+
+    return evaluate
+
+
+def shape_rewards(scores, kl, mask, kl_coef):
+    """Returns `scores - kl_coef * kl` at the response's tokens, `[B, N]`, and 0 in padding.
+
+    `scores` is on the response grid already: a sample's score lies on its last action.
+    """
+    return jnp.where(mask, scores - kl_coef * jnp.where(mask, kl, 0.0), 0.0)
+
+
+def make_experience(
+    rollout: Rollout,
+    scores,
+    old: Evaluation,
+    ref_logprobs,
+    *,
+    kl_coef,
+    gamma: float,
+    lam: float,
+    kl_estimator: str = "k1",
+    whiten_advantages: bool = True,
+) -> tuple[PPOBatch, dict[str, jax.Array]]:
+    """Turns scored samples into a batch for `ppo_step`. Called once a cycle, on all its samples.
+
+    Args:
+      rollout: the samples.
+      scores: `[B, N]` float, the scaled scores on the response grid.
+      old: the sampling policy's evaluation of the rollout.
+      ref_logprobs: `[B, N]`, the reference's log-probs of the same tokens under the same transform.
+      kl_coef: weight of the KL penalty (nats to units of score).
+      gamma, lam: of `gae`, a token.
+      kl_estimator: the per-token penalty, see `kl_estimate`.
+      whiten_advantages: to mean 0 and variance 1 over the real tokens of the whole cycle.
+
+    Returns:
+      The batch, and metrics of the cycle (scalars). `policy/kl` is the mean over samples of the
+      summed log-ratio, the unbiased estimate whose target the controller holds.
+    """
+    mask = rollout.mask
+    log_ratio = jnp.where(mask, old.logprobs - ref_logprobs, 0.0)
+    penalty = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, kl_estimator), 0.0)
+    rewards = shape_rewards(scores, penalty, mask, kl_coef)
+    advantages, returns = gae(rewards, old.values, mask, gamma=gamma, lam=lam)
+    kl = log_ratio.sum(1)
+    count = jnp.maximum(mask.sum(), 1)
+    k3 = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, "k3"), 0.0)
+    metrics = {
+        "policy/kl": kl.mean(),
+        "policy/kl_k3": k3.sum(1).mean(),
+        "policy/sqrt_kl": jnp.sqrt(k3.sum(1).mean()),
+        "policy/kl_per_token": log_ratio.sum() / count,
+        "rollout/reward_after_kl": rewards.sum(1).mean(),
+        "rollout/advantage_mean": jnp.where(mask, advantages, 0).sum() / count,
+        "rollout/advantage_std": jnp.sqrt(jnp.where(mask, advantages**2, 0).sum() / count),
+    }
+    if whiten_advantages:
+        advantages = whiten(advantages, mask)
+    batch = PPOBatch(
+        inputs=rollout,
+        old_logprobs=old.logprobs,
+        old_values=old.values,
+        advantages=advantages,
+        returns=returns,
+        mask=mask,
+        kl=kl,
+    )
+    return batch, metrics

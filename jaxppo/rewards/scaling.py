@@ -1,0 +1,66 @@
+"""Scaling of scores: clip, then divide by a standard deviation, as trlx does. `B` rows, `N` tokens."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxppo.core.moments import MomentsState, init_moments, moments_std, update_moments
+
+MODES = (None, "running", "ref")
+
+
+class ScalingState(NamedTuple):
+    """What scaling remembers over cycles.
+
+    moments: running moments of the samples' clipped total scores.
+    ref_std: scalar, the standard deviation of the first cycle's totals; 0 until there was one.
+    """
+
+    moments: MomentsState
+    ref_std: jax.Array
+
+
+def init_scaling(ref_std: float | None = None) -> ScalingState:
+    """The state before the first cycle. A given `ref_std` is used instead of the first cycle's."""
+    return ScalingState(init_moments(), jnp.asarray(ref_std or 0.0, jnp.float32))
+
+
+def scale_scores(
+    grid, totals, state: ScalingState, *, mode: str | None, clip: float | None
+) -> tuple[jax.Array, ScalingState, dict[str, jax.Array]]:
+    """Clips each score and divides by a standard deviation. The mean is never subtracted.
+
+    Args:
+      grid: `[B, N]`, scores on the response grid (a scalar score on its row's last action).
+      totals: `[B]`, each sample's score, also where a response is empty and has no place for it.
+      state: from `init_scaling` or the cycle before.
+      mode: None divides by nothing, "running" by the standard deviation of all totals so
+        far (this cycle's included), "ref" by that of the first cycle.
+      clip: bound of each single score, before scaling. None or 0: no bound.
+
+    Returns:
+      The scaled grid, the new state, and the metrics `rollout_scores/{mean,std,running_mean,
+      running_std}` of the clipped totals, before scaling.
+    """
+    if mode not in MODES:
+        raise ValueError(f"scale_reward {mode!r} is unknown; choose None, 'running' or 'ref'")
+    if clip:
+        # a dense row's total is the sum of its clipped scores; an empty row keeps its own
+        whole = jnp.isclose(grid.sum(1), totals, rtol=1e-5, atol=1e-6)
+        grid = jnp.clip(grid, -clip, clip)
+        totals = jnp.where(whole, grid.sum(1), jnp.clip(totals, -clip, clip))
+    every = jnp.ones(totals.shape, bool)
+    moments = update_moments(state.moments, totals, every)
+    now = update_moments(init_moments(), totals, every)
+    ref_std = jnp.where(state.ref_std > 0, state.ref_std, moments_std(now))
+    metrics = {
+        "rollout_scores/mean": now.mean,
+        "rollout_scores/std": moments_std(now),
+        "rollout_scores/running_mean": moments.mean,
+        "rollout_scores/running_std": moments_std(moments),
+    }
+    divisor = {None: 1.0, "running": moments_std(moments), "ref": ref_std}[mode]
+    # equal scores have no spread to divide by
+    divisor = jnp.where(divisor > 1e-8, divisor, 1.0)
+    return grid / divisor, ScalingState(moments, ref_std), metrics
