@@ -1,7 +1,8 @@
 """Every option of a run: defaults, overrides, validation, and the plan that follows from them.
 
-Sections and names are trlx's, and a trlx PPO config (dict, YAML or `TRLConfig`) is read as it is.
-Nothing heavy is imported, so a mistake is told before a model is loaded. What differs from trlx:
+Sections and names are trlx's. A trlx PPO config (a dict, parsed YAML or a `TRLConfig`) is read as
+it is, and refused in a sentence where it asks for what is not supported. Nothing heavy is imported,
+so a mistake is told before a model is loaded. What differs from trlx:
 
 - unknown options, wrong types and contradictions are errors that name the option;
 - a section given in part (`optimizer.kwargs`, `scheduler.kwargs`, `gen_kwargs`) keeps the defaults

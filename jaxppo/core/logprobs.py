@@ -119,7 +119,7 @@ def chunked_logprobs(
         would reach the gradient of the parameters, whatever the loss does with that row.
       tokens: [B, N], integers in 0..V - 1.
       *extras: [B, N, ...] each, what else `logits_fn` needs of each position.
-      chunk_size: C >= 1, a Python int; the memory is about 3 C V floats.
+      chunk_size: C >= 1, a Python int; memory grows with C V.
 
     Returns:
       (logprobs, entropy), [B, N] each, in nats, float32 or wider.
@@ -148,13 +148,17 @@ def chunked_logprobs(
         results = logprobs_and_entropy(*rows)
     else:
         chunks = -(-total // chunk_size)
-        # The filling repeats the last row: logits_fn then sees nothing it would not see anyway,
-        # whereas zeros could have a NaN for a gradient (a norm, say), and 0 * NaN would reach the
-        # parameters.
-        last = jnp.minimum(jnp.arange(chunks * chunk_size), total - 1)
-        xs = [x[last].reshape(chunks, chunk_size, *x.shape[1:]) for x in rows]
+        filling = chunks * chunk_size - total
+
+        def cut(x):
+            # The filling repeats the last row: logits_fn then sees nothing it would not see anyway,
+            # whereas zeros could have a NaN for a gradient (a norm, say), and 0 * NaN would reach
+            # the parameters.
+            x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (filling, *x.shape[1:]))])
+            return x.reshape(chunks, chunk_size, *x.shape[1:])
+
         # prevent_cse is for code outside a loop; the scan already keeps the two passes apart.
         body = jax.checkpoint(logprobs_and_entropy, prevent_cse=False)
-        _, results = jax.lax.scan(lambda _, x: (None, body(*x)), None, xs)
+        _, results = jax.lax.scan(lambda _, x: (None, body(*x)), None, [cut(x) for x in rows])
     logprobs, entropies = (x.reshape(-1)[:total].reshape(tokens.shape) for x in results)
     return logprobs, entropies
