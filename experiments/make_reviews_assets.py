@@ -354,9 +354,7 @@ def make_classifier(out: Path, lm_steps: int, steps: int) -> None:
         label = np.asarray([reviews[r][1] for r in rows])
         tokens, mask = encode_rows(tokenizer, texts, 96)
         drop = rng.random(tokens.shape) < 0.1
-        params, state, average, value = step(
-            params, state, average, tokens, mask, label, drop
-        )
+        params, state, average, value = step(params, state, average, tokens, mask, label, drop)
         losses.append(value)
         if (i + 1) % 250 == 0 or i + 1 == steps:
             right = (classify(model, average, tokenizer, test_texts) > 0.5) == test_labels

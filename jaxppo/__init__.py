@@ -1,0 +1,86 @@
+"""Online reinforcement learning of language models in JAX.
+
+Pure functions over parameter trees: sampling, experience, the PPO update; and `train`, which ties
+them together.
+"""
+
+from jaxppo.collect import Task
+from jaxppo.config import ConfigError, default_config
+from jaxppo.core import (
+    KLController,
+    KLState,
+    MomentsState,
+    adaptive_kl,
+    exact_kl,
+    finish_metrics,
+    fixed_kl,
+    gae,
+    init_moments,
+    kl_estimate,
+    moments_std,
+    ppo_loss,
+    ppo_loss_sums,
+    update_moments,
+    whiten,
+)
+from jaxppo.core.batch import Evaluation, PPOBatch
+from jaxppo.experience import Rollout, make_evaluate, make_experience
+from jaxppo.models import (
+    Model,
+    ModelError,
+    create_model,
+    init_value_head,
+    load_pretrained,
+    save_pretrained,
+)
+from jaxppo.ppo import PPOConfig, PPOState, ppo_init, ppo_step, ppo_update
+from jaxppo.rewards import RewardError, reward_model
+from jaxppo.sampling import Samples, sample, stop_table
+from jaxppo.train import Trained, TrainingError, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "Evaluation",
+    "KLController",
+    "KLState",
+    "Model",
+    "ModelError",
+    "MomentsState",
+    "PPOBatch",
+    "PPOConfig",
+    "PPOState",
+    "RewardError",
+    "Rollout",
+    "Samples",
+    "Task",
+    "Trained",
+    "TrainingError",
+    "adaptive_kl",
+    "create_model",
+    "default_config",
+    "exact_kl",
+    "finish_metrics",
+    "fixed_kl",
+    "gae",
+    "init_moments",
+    "init_value_head",
+    "kl_estimate",
+    "load_pretrained",
+    "make_evaluate",
+    "make_experience",
+    "moments_std",
+    "ppo_init",
+    "ppo_loss",
+    "ppo_loss_sums",
+    "ppo_step",
+    "ppo_update",
+    "reward_model",
+    "sample",
+    "save_pretrained",
+    "stop_table",
+    "train",
+    "update_moments",
+    "whiten",
+]

@@ -106,9 +106,8 @@ def collect(
         generating += time.perf_counter() - clock
         clock = time.perf_counter()
         lengths = lengths[: len(rows)]
-        outputs = decode_outputs(
-            tokenizer, [row[:n] for row, n in zip(response, lengths)], task.stop_sequences
-        )
+        written = [row[:n] for row, n in zip(response, lengths)]
+        outputs = decode_outputs(tokenizer, chunk.ids, written, task.stop_sequences)
         whole = [prompt + output for prompt, output in zip(chunk.texts, outputs)]
         scores = call_reward(
             task.reward_fn,

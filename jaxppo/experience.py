@@ -41,8 +41,9 @@ def make_evaluate(
 ):
     """Makes the transformer's `evaluate(params, batch) -> Evaluation`.
 
-    It reproduces the log-probs of `sample` called with the same options. `batch.inputs` is a
-    `Rollout`. Values come from `params["value_head"]`, and are 0 without one.
+    It reproduces the log-probs of `sample` called with the same options. The batch is a
+    `PPOBatch` whose `inputs` is a `Rollout`, or a `Rollout` by itself. Values come from
+    `params["value_head"]`, and are 0 without one.
 
     Args:
       model: the bundle of functions.
@@ -58,7 +59,7 @@ def make_evaluate(
     chunk_size = chunk_size or max(128, 2**24 // model.config.vocab_size)
 
     def evaluate(params, batch) -> Evaluation:
-        rollout: Rollout = batch.inputs
+        rollout: Rollout = batch.inputs if isinstance(batch, PPOBatch) else batch
         B, P = rollout.prompts.shape
         N = rollout.tokens.shape[1]
         if truncating and rollout.kept is None:

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import optax
 
 
-def make_schedule(name: str, kwargs: dict[str, Any], lr: float, warmup_steps: int) -> optax.Schedule:
+def make_schedule(
+    name: str, kwargs: dict[str, Any], lr: float, warmup_steps: int
+) -> optax.Schedule:
     """Makes the learning rate as a function of optimizer steps.
 
     "cosine_annealing" and "linear" follow torch's CosineAnnealingLR and LinearLR, except that

@@ -91,12 +91,9 @@ def make_programs(
     evaluate = make_evaluate(model, **policy)
 
     def score(params, ref_params, rollout: Rollout, sampler_logprobs):
-        class batch:  # `evaluate` looks at nothing else
-            inputs = rollout
-
-        old = evaluate(params, batch)
+        old = evaluate(params, rollout)
         difference = jnp.where(rollout.mask, jnp.abs(old.logprobs - sampler_logprobs), 0.0)
-        return Scored(old, evaluate(ref_params, batch).logprobs, difference.max(1))
+        return Scored(old, evaluate(ref_params, rollout).logprobs, difference.max(1))
 
     method = config.method
 
@@ -124,9 +121,7 @@ def make_programs(
         else adaptive_kl(method.init_kl_coef, method.target, method.horizon)
     )
     o, s = config.optimizer, config.scheduler
-    schedule = make_schedule(
-        s.name, configs.scheduler_kwargs(config), o.kwargs.lr, s.warmup_steps
-    )
+    schedule = make_schedule(s.name, configs.scheduler_kwargs(config), o.kwargs.lr, s.warmup_steps)
     optimizer = make_optimizer(o.name, configs.optimizer_kwargs(config), schedule, o.max_grad_norm)
     update = partial(
         ppo_step,

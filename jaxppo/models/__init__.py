@@ -5,6 +5,7 @@ from jaxppo.models.heads import apply_value_head, init_value_head
 from jaxppo.models.huggingface import (
     ModelError,
     create_model,
+    eos_ids,
     load_pretrained,
     load_tokenizer,
     save_pretrained,
@@ -19,6 +20,7 @@ __all__ = [
     "apply_value_head",
     "build_model",
     "create_model",
+    "eos_ids",
     "init_value_head",
     "load_pretrained",
     "load_tokenizer",

@@ -36,7 +36,7 @@ class Model:
     score: `(params, tokens, mask=None) -> [B, labels]`, a classifier's logits read at each row's
       last real token. None for language models.
     init_cache: `(batch, length) -> cache`, empty, for `length` tokens.
-    hf_config: the checkpoint's `config.json`, kept for the export.
+    hf_config, generation_config: the checkpoint's JSON files, kept for the export.
     """
 
     config: DecoderConfig
@@ -47,9 +47,12 @@ class Model:
     score: Callable[..., jax.Array] | None
     init_cache: Callable[..., KVCache]
     hf_config: Mapping[str, Any] = field(repr=False)
+    generation_config: Mapping[str, Any] = field(repr=False)
 
 
-def build_model(config: DecoderConfig, hf_config: Mapping[str, Any]) -> Model:
+def build_model(
+    config: DecoderConfig, hf_config: Mapping[str, Any], generation_config: Mapping[str, Any]
+) -> Model:
     """Builds the functions of a decoder. Loads and allocates nothing."""
     module = Decoder(config)
 
@@ -137,4 +140,5 @@ def build_model(config: DecoderConfig, hf_config: Mapping[str, Any]) -> Model:
         score=score if config.num_labels else None,
         init_cache=init_cache,
         hf_config=dict(hf_config),
+        generation_config=dict(generation_config),
     )

@@ -28,7 +28,9 @@ class ModelError(ValueError):
     """A checkpoint that can't be used, and why."""
 
 
-def create_model(hf_config: Mapping[str, Any]) -> Model:
+def create_model(
+    hf_config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+) -> Model:
     """Builds a model from the contents of a `config.json` alone; `model.init` gives its weights.
 
     Raises `ModelError` for families and options that are not supported, naming them.
@@ -39,7 +41,7 @@ def create_model(hf_config: Mapping[str, Any]) -> Model:
             f"model type {kind!r} is not supported; supported are: {', '.join(sorted(FAMILIES))}"
         )
     try:
-        return build_model(FAMILIES[kind].config(hf_config), hf_config)
+        return build_model(FAMILIES[kind].config(hf_config), hf_config, generation_config or {})
     except KeyError as missing:
         raise ModelError(f"config.json of this {kind} model lacks {missing}") from None
     except ValueError as refused:
@@ -65,22 +67,12 @@ def load_pretrained(name_or_path: str | Path, *, dtype=None, mesh=None):
     if mesh is not None:
         raise NotImplementedError("loading onto a mesh is not there yet; pass mesh=None")
     folder = _folder(name_or_path)
-    model = create_model(read_config(folder))
+    generation = folder / "generation_config.json"
+    model = create_model(
+        _read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {}
+    )
     params = _read_params(folder, model, dtype or jnp.float32)
     return model, params, load_tokenizer(folder)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads a folder's `config.json`."""
-    try:
-        loaded = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{folder} has no config.json: it is not a model folder") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / 'config.json'} can't be read: {error}") from None
-    if not isinstance(loaded, dict):
-        raise ModelError(f"{folder / 'config.json'} does not hold a JSON object")
-    return loaded
 
 
 def load_tokenizer(folder: str | Path):
@@ -94,6 +86,18 @@ def load_tokenizer(folder: str | Path):
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds here
         raise ModelError(f"the tokenizer in {folder} can't be loaded: {error}") from error
+
+
+def eos_ids(model: Model, tokenizer=None) -> tuple[int, ...]:
+    """The ids that end a response: those of model, generation config and tokenizer together."""
+    found = set()
+    for ids in (
+        model.hf_config.get("eos_token_id"),
+        model.generation_config.get("eos_token_id"),
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        found |= set(ids) if isinstance(ids, list) else {ids} if ids is not None else set()
+    return tuple(sorted(i for i in found if 0 <= i < model.config.vocab_size))
 
 
 def save_pretrained(directory: str | Path, model: Model, params, tokenizer=None) -> None:
@@ -116,6 +120,9 @@ def save_pretrained(directory: str | Path, model: Model, params, tokenizer=None)
     config["dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
+    if model.generation_config:
+        text = json.dumps(model.generation_config, indent=2, sort_keys=True) + "\n"
+        (directory / "generation_config.json").write_text(text, encoding="utf-8")
     if "value_head" in params:
         flat = {
             f"{layer}.{name}": np.ascontiguousarray(leaf)
@@ -125,6 +132,18 @@ def save_pretrained(directory: str | Path, model: Model, params, tokenizer=None)
         save_file(flat, directory / VALUE_HEAD_FILE)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(directory))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{file.parent} has no {file.name}: it is not a model folder") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} can't be read: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{file} does not hold a JSON object")
+    return loaded
 
 
 def _folder(name_or_path: str | Path) -> Path:
@@ -204,7 +223,9 @@ def _read_params(folder: Path, model: Model, dtype) -> dict[str, Any]:
             set_path(params, path, jnp.asarray(leaf, dtype))
     problems += [f"{name} is missing" for name in rules if name not in found]
     if problems:
-        shown = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" * (len(problems) > 12))
+        shown = "; ".join(problems[:12]) + (
+            f"; and {len(problems) - 12} more" * (len(problems) > 12)
+        )
         raise ModelError(f"the weights in {folder} do not fit their config.json: {shown}")
     if (folder / VALUE_HEAD_FILE).exists():
         for name, leaf in load_file(folder / VALUE_HEAD_FILE).items():

@@ -1,0 +1,98 @@
+"""The command line: `python -m jaxppo.main --config=configs/gpt2_sentiment.py`.
+
+A config file is a Python file with two functions:
+
+    get_config(arg=None) -> ConfigDict   # from `jaxppo.config.default_config()`
+    make_task(config) -> Task            # prompts, reward function, and what else the run is about
+
+`--config=FILE:arg` hands `arg` to `get_config`; `--config.section.option=value` changes an option;
+`--workdir=FOLDER` sets the run folder. The same command again continues a run that was stopped.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from jaxppo import config as configs
+from jaxppo.config import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a config; returns the exit code: 0 done, 1 stopped, 2 refused, 130 interrupted."""
+    argv = list(sys.argv if argv is None else argv)
+    try:
+        config, module = _parse(argv)
+        configs.validate(config)
+    except ConfigError as error:
+        return _say(error, 2)
+    if config is None:
+        print(__doc__)
+        return 0
+    # only now what is slow to import
+    from jaxppo.train import USER_ERRORS, run_task
+
+    try:
+        run_task(config, module.make_task(config))
+    except configs.ConfigError as error:
+        return _say(error, 2)
+    except USER_ERRORS as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return _say("interrupted; the same command continues from the last whole cycle", 130)
+    return 0
+
+
+def _parse(argv: list[str]) -> tuple[ConfigDict | None, ModuleType | None]:
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, flag_values=values)
+    flags.DEFINE_string("workdir", None, "", flag_values=values)
+    if any(arg in ("-h", "--help", "-help", "--helpfull") for arg in argv[1:]):
+        return None, None
+    before, sys.argv = sys.argv, argv  # config_flags looks for its overrides there
+    try:
+        left = values(argv)
+    except FileNotFoundError as error:
+        raise ConfigError(f"config file {error.filename or error} does not exist") from None
+    except flags.Error as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    except (AttributeError, KeyError):
+        # an override of an option that there is not: let the config name the nearest
+        overrides = [arg[9:].split("=")[0] for arg in argv if arg.startswith("--config.")]
+        configs.make_config(dict.fromkeys(overrides))
+        raise
+    finally:
+        sys.argv = before
+    if len(left) > 1:
+        raise ConfigError(f"{left[1]!r} is not a flag; options are set as --config.name=value")
+    if values.config is None:
+        raise ConfigError("no config; give one, such as --config=configs/gpt2_sentiment.py")
+    module = _module(config_flags.get_config_filename(values["config"]))
+    config = configs.make_config(values.config)
+    if values.workdir:
+        config.train.checkpoint_dir = values.workdir
+    return config, module
+
+
+def _module(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "make_task"):
+        raise ConfigError(
+            f"{path} has no make_task(config): it says what the prompts and the reward are"
+        )
+    return module
+
+
+def _say(error: object, code: int) -> int:
+    print(f"jaxppo: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Calls users' reward and metric functions, and checks what comes back.
+
+The call is trlx's: `fn(samples=..., prompts=..., outputs=..., tokenizer=..., **columns)`. A failure
+or an odd result is an error that names the function and the sample, never a silent zero.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class RewardError(ValueError):
+    """A reward or metric function failed, or returned what can't be used."""
+
+
+class Scores(NamedTuple):
+    """Scores of `B` samples on the response grid of width `N`.
+
+    grid: `[B, N]` float32; a scalar score lies on the row's last action, dense scores on theirs.
+    totals: `[B]` float32, each sample's score; an empty response has a total and nothing in the grid.
+    dense: whether the function scored tokens.
+    """
+
+    grid: np.ndarray
+    totals: np.ndarray
+    dense: bool
+
+
+def function_name(fn: Callable) -> str:
+    """A name for messages."""
+    fn = getattr(fn, "func", fn)  # functools.partial
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def call_reward(
+    fn: Callable,
+    *,
+    samples: Sequence[str],
+    prompts: Sequence[str],
+    outputs: Sequence[str],
+    tokenizer: Any,
+    columns: Mapping[str, list],
+    lengths: Sequence[int],
+    width: int,
+) -> Scores:
+    """Scores samples.
+
+    Args:
+      fn: returns a number a sample, or a list of numbers a sample: one a response token from the
+        first on, the rest 0. Of the keywords it is given those that it takes.
+      samples, prompts, outputs: `B` strings each; a sample is prompt and output together.
+      tokenizer: passed on.
+      columns: further keyword arguments, `B` values each.
+      lengths: response tokens of each row.
+      width: `N`.
+
+    Raises:
+      RewardError: the function raised, or returned too few values, None, text, NaN, or more scores
+        than there are tokens.
+    """
+    name = f"the reward function {function_name(fn)}"
+    given = {"samples": samples, "prompts": prompts, "outputs": outputs, "tokenizer": tokenizer}
+    values = _sequence(_call(fn, name, {**given, **columns}), name, len(samples))
+    grid = np.zeros((len(samples), width), np.float32)
+    totals = np.zeros(len(samples), np.float32)
+    dense = [_is_list(_plain(value)) for value in values]
+    if any(dense) and not all(dense):
+        raise RewardError(
+            f"{name} returned a number for sample {dense.index(False)} and a list for sample "
+            f"{dense.index(True)}; return the same kind for all"
+        )
+    for i, (value, length) in enumerate(zip(values, lengths)):
+        where = f"{name} returned {{}} for sample {i}, {_snippet(samples[i])}"
+        scores = np.atleast_1d(_numbers(value, where))
+        if not np.isfinite(scores).all():
+            bad = scores[~np.isfinite(scores)][0]
+            raise RewardError(where.format(bad) + "; scores must be finite")
+        if any(dense):
+            if len(scores) > length:
+                found = f"{len(scores)} scores"
+                raise RewardError(where.format(found) + f", which has {length} tokens")
+            grid[i, : len(scores)] = scores
+            totals[i] = scores.sum()
+        else:
+            totals[i] = scores[0]
+            if length:
+                grid[i, length - 1] = scores[0]
+    return Scores(grid, totals, any(dense))
+
+
+def call_metric(
+    fn: Callable,
+    *,
+    samples: Sequence[str],
+    prompts: Sequence[str],
+    outputs: Sequence[str],
+    columns: Mapping[str, list],
+    tokenizer: Any = None,
+) -> dict[str, list[float] | float]:
+    """Computes metrics of samples: `{name: one number a sample, or one number}`.
+
+    Raises:
+      RewardError: the function raised, or returned something else; the metric is named.
+    """
+    name = f"the metric function {function_name(fn)}"
+    given = {"samples": samples, "prompts": prompts, "outputs": outputs, "tokenizer": tokenizer}
+    found = _call(fn, name, {**given, **columns})
+    if not isinstance(found, Mapping):
+        raise RewardError(f"{name} returned a {type(found).__name__}, not a dict of metrics")
+    metrics: dict[str, list[float] | float] = {}
+    for key, values in found.items():
+        where = f"{name} returned {{}} as {key!r}"
+        plain = _plain(values)
+        if not _is_list(plain):
+            metrics[str(key)] = float(_numbers(plain, where))
+            continue
+        if len(plain) != len(samples):
+            count = f"{len(plain)} values for {len(samples)} samples"
+            raise RewardError(where.format(count))
+        metrics[str(key)] = [float(_numbers(value, where)) for value in plain]
+    return metrics
+
+
+def _call(fn: Callable, name: str, keywords: dict[str, Any]) -> Any:
+    """Calls a function with those keywords that it takes; awaits what has to be awaited."""
+    args, accepted = _arguments(fn, keywords)
+    try:
+        result = fn(*args, **accepted)
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+    except Exception as error:
+        raise RewardError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+async def _awaited(result):
+    return await result
+
+
+def _arguments(fn: Callable, keywords: dict[str, Any]) -> tuple[list, dict[str, Any]]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # builtins have no signature
+        return [keywords["samples"]], {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return [], keywords
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepted = {key: value for key, value in keywords.items() if key in names}
+    if not accepted and parameters:  # such as `lambda texts: ...`
+        return [keywords["samples"]], {}
+    return [], accepted
+
+
+def _plain(value: Any) -> Any:
+    """Arrays of any library become numpy arrays."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    return np.asarray(value) if hasattr(value, "__array__") else value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+def _sequence(values: Any, name: str, count: int) -> list:
+    values = _plain(values)
+    if not _is_list(values):
+        raise RewardError(
+            f"{name} returned a {type(values).__name__}; it must return one score a sample"
+        )
+    if len(values) != count:
+        raise RewardError(f"{name} returned {len(values)} values for {count} samples")
+    return list(values)
+
+
+def _numbers(value: Any, where: str) -> np.ndarray:
+    """A number or a list of them as float32; -inf, inf and NaN pass."""
+    plain = _plain(value)
+    try:
+        array = np.asarray(plain)
+        if array.dtype.kind not in "bifu":
+            raise TypeError
+        with np.errstate(over="ignore"):
+            return array.astype(np.float32)
+    except (TypeError, ValueError):
+        shown = "None" if value is None else f"a {type(value).__name__} ({str(value)[:40]!r})"
+        raise RewardError(where.format(shown) + "; scores must be numbers") from None
+
+
+def _snippet(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
