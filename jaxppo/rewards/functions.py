@@ -20,7 +20,7 @@ class Scores(NamedTuple):
     """Scores of `B` samples on the response grid of width `N`.
 
     grid: `[B, N]` float32; a scalar score lies on the row's last action, dense scores on theirs.
-    totals: `[B]` float32, each sample's score; an empty response has a total and nothing in the grid.
+    totals: `[B]` float32, each sample's score. An empty response has nothing but this.
     dense: whether the function scored tokens.
     """
 

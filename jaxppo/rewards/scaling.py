@@ -1,4 +1,7 @@
-"""Scaling of scores: clip, then divide by a standard deviation, as trlx does. `B` rows, `N` tokens."""
+"""Scaling of scores as trlx does it: clip, then divide by a standard deviation.
+
+`B` rows, `N` response tokens.
+"""
 
 from typing import NamedTuple
 

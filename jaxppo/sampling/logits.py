@@ -1,9 +1,9 @@
 """From raw logits to the distribution that is sampled from. `R` rows, `V` vocabulary.
 
 The transform is part of the policy: sampler and scorer both apply it, so that the log-probs of
-one are those of the other. Truncation (top-k, top-p, min-p, in that order) always keeps the most probable
-tokens, so one number a position, `kept`, describes it: how many tokens could be drawn. The scorer
-keeps as many and needs neither the thresholds nor the sampler's logits.
+one are those of the other. Truncation (top-k, top-p, min-p, in that order) always keeps the most
+probable tokens, so one number a position, `kept`, describes it: how many tokens could be drawn. The
+scorer keeps as many and needs neither the thresholds nor the sampler's logits.
 
 Nothing here sorts the vocabulary. Thresholds are found by bisection on the bit pattern of
 floats, which orders as the floats do and ends exactly at one of them.
@@ -48,7 +48,7 @@ def truncate(logits, *, top_k=0, top_p=1.0, min_p=0.0):
     if not _is(top_p, 1.0):
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         enough = lambda tau: jnp.sum(jnp.where(p >= tau, p, 0.0), -1, keepdims=True) >= top_p  # noqa: E731
-        logits = jnp.where(p >= _largest(enough, p.shape[:-1] + (1,)), logits, -jnp.inf)
+        logits = jnp.where(p >= _largest(enough, (*p.shape[:-1], 1)), logits, -jnp.inf)
     if not _is(min_p, 0.0):
         floor = logits.max(-1, keepdims=True) + jnp.log(min_p)
         logits = jnp.where(logits >= floor, logits, -jnp.inf)
@@ -64,7 +64,7 @@ def keep_most_probable(logits, kept, tokens):
     """
     p = jax.nn.softmax(jax.lax.stop_gradient(logits).astype(jnp.float32), axis=-1)
     enough = lambda tau: jnp.sum(p >= tau, -1, keepdims=True) >= kept[:, None]  # noqa: E731
-    inside = p >= _largest(enough, p.shape[:-1] + (1,))
+    inside = p >= _largest(enough, (*p.shape[:-1], 1))
     inside = inside | (jnp.arange(logits.shape[-1]) == tokens[:, None])
     return jnp.where(inside, logits, -jnp.inf)
 

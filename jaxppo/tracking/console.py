@@ -30,7 +30,7 @@ _FIGURES = (
 
 
 def make_console(stream=None) -> Console:
-    """Makes a console on a stream (standard output). What its encoding lacks is written as escapes."""
+    """Makes a console on a stream (standard output). What its encoding lacks becomes escapes."""
     stream = stream or sys.stdout
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
