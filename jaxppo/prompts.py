@@ -67,8 +67,8 @@ def prepare(
     Raises:
       PromptError: there are none, or one can't be used; it is named by its number.
     """
-    if isinstance(prompts, str):
-        raise PromptError("prompts is one string; pass a list of strings")
+    if isinstance(prompts, str | Mapping):
+        raise PromptError(f"prompts is one {_kind(prompts)}; pass a list of them")
     prompts = list(prompts)
     if not prompts:
         raise PromptError("the list of prompts is empty; give at least one")
@@ -108,7 +108,10 @@ def prepare(
                     f"positions leave {max_tokens} beside max_new_tokens: shorten it, raise "
                     "train.seq_length, or set tokenizer.truncate_prompts to True"
                 )
-            row = row[-max_tokens:] if truncate == "left" else row[:max_tokens]
+            first = row[:1] if row[0] == tokenizer.bos_token_id else []  # BOS is not cut off
+            kept = max_tokens - len(first)
+            rest = row[len(first) :]
+            row = first + (rest[len(rest) - kept :] if truncate == "left" else rest[:kept])
         ids.append(np.asarray(row, np.int32))
     return Prompts(texts, ids, columns)
 
@@ -187,7 +190,14 @@ def _render(tokenizer, prompt: Any, number: int) -> str:
         )
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(f"prompt {number} is a chat, but the tokenizer has no chat template")
-    return tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    try:
+        return tokenizer.apply_chat_template(
+            list(prompt), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # templates refuse roles and orders with errors of their own
+        raise PromptError(
+            f"prompt {number} is a chat that the template refuses: {error}"
+        ) from error
 
 
 def _kind(x: Any) -> str:

@@ -6,9 +6,11 @@ or an odd result is an error that names the function and the sample, never a sil
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -73,21 +75,23 @@ def call_reward(
             f"{dense.index(True)}; return the same kind for all"
         )
     for i, (value, length) in enumerate(zip(values, lengths)):
-        where = f"{name} returned {{}} for sample {i}, {_snippet(samples[i])}"
-        scores = np.atleast_1d(_numbers(value, where))
-        if not np.isfinite(scores).all():
-            bad = scores[~np.isfinite(scores)][0]
-            raise RewardError(where.format(bad) + "; scores must be finite")
+
+        def said(found, i=i):
+            return f"{name} returned {found} for sample {i}, {_snippet(samples[i])}"
+
+        scores = _numbers(value, said, axes=any(dense))
+        with np.errstate(over="ignore"):
+            total = scores.sum()
+        if not np.isfinite([*scores.flat, total]).all():
+            bad = next(x for x in (*scores.flat, total) if not np.isfinite(x))
+            raise RewardError(said(bad) + "; scores must be finite")
+        totals[i] = total
         if any(dense):
             if len(scores) > length:
-                found = f"{len(scores)} scores"
-                raise RewardError(where.format(found) + f", which has {length} tokens")
+                raise RewardError(said(f"{len(scores)} scores") + f", which has {length} tokens")
             grid[i, : len(scores)] = scores
-            totals[i] = scores.sum()
-        else:
-            totals[i] = scores[0]
-            if length:
-                grid[i, length - 1] = scores[0]
+        elif length:
+            grid[i, length - 1] = total
     return Scores(grid, totals, any(dense))
 
 
@@ -112,15 +116,17 @@ def call_metric(
         raise RewardError(f"{name} returned a {type(found).__name__}, not a dict of metrics")
     metrics: dict[str, list[float] | float] = {}
     for key, values in found.items():
-        where = f"{name} returned {{}} as {key!r}"
+
+        def said(found, key=key):
+            return f"{name} returned {found} as {key!r}"
+
         plain = _plain(values)
         if not _is_list(plain):
-            metrics[str(key)] = float(_numbers(plain, where))
+            metrics[str(key)] = float(_numbers(plain, said))
             continue
         if len(plain) != len(samples):
-            count = f"{len(plain)} values for {len(samples)} samples"
-            raise RewardError(where.format(count))
-        metrics[str(key)] = [float(_numbers(value, where)) for value in plain]
+            raise RewardError(said(f"{len(plain)} values for {len(samples)} samples"))
+        metrics[str(key)] = [float(_numbers(value, said)) for value in plain]
     return metrics
 
 
@@ -129,13 +135,23 @@ def _call(fn: Callable, name: str, keywords: dict[str, Any]) -> Any:
     args, accepted = _arguments(fn, keywords)
     try:
         result = fn(*args, **accepted)
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        return _wait(result) if inspect.isawaitable(result) else result
     except Exception as error:
         raise RewardError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
-async def _awaited(result):
-    return await result
+def _wait(result: Awaitable) -> Any:
+    """Awaits; in a thread where a loop runs already, as in notebooks."""
+
+    async def awaited():
+        return await result
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(awaited())
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, awaited()).result()
 
 
 def _arguments(fn: Callable, keywords: dict[str, Any]) -> tuple[list, dict[str, Any]]:
@@ -153,10 +169,14 @@ def _arguments(fn: Callable, keywords: dict[str, Any]) -> tuple[list, dict[str, 
 
 
 def _plain(value: Any) -> Any:
-    """Arrays of any library become numpy arrays."""
+    """Arrays of any library become numpy arrays; of bfloat16, which numpy lacks, float32 ones."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-    return np.asarray(value) if hasattr(value, "__array__") else value
+        value = value.float() if "bfloat16" in str(value.dtype) else value
+    if not hasattr(value, "__array__"):
+        return value
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
 
 
 def _is_list(value: Any) -> bool:
@@ -174,18 +194,18 @@ def _sequence(values: Any, name: str, count: int) -> list:
     return list(values)
 
 
-def _numbers(value: Any, where: str) -> np.ndarray:
-    """A number or a list of them as float32; -inf, inf and NaN pass."""
+def _numbers(value: Any, said: Callable[[str], str], axes: int = 0) -> np.ndarray:
+    """A number, or with one axis a list of them, as float32; -inf, inf and NaN pass."""
     plain = _plain(value)
     try:
-        array = np.asarray(plain)
-        if array.dtype.kind not in "bifu":
+        array = np.asarray([_plain(x) for x in plain] if isinstance(plain, list | tuple) else plain)
+        if array.dtype.kind not in "bifu" or array.ndim != axes:
             raise TypeError
         with np.errstate(over="ignore"):
             return array.astype(np.float32)
     except (TypeError, ValueError):
         shown = "None" if value is None else f"a {type(value).__name__} ({str(value)[:40]!r})"
-        raise RewardError(where.format(shown) + "; scores must be numbers") from None
+        raise RewardError(said(shown) + "; scores must be numbers") from None
 
 
 def _snippet(text: str) -> str:

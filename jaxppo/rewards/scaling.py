@@ -50,20 +50,26 @@ def scale_scores(
         raise ValueError(f"scale_reward {mode!r} is unknown; choose None, 'running' or 'ref'")
     if clip:
         # a dense row's total is the sum of its clipped scores; an empty row keeps its own
-        whole = jnp.isclose(grid.sum(1), totals, rtol=1e-5, atol=1e-6)
+        placed = (grid != 0).any(1)
         grid = jnp.clip(grid, -clip, clip)
-        totals = jnp.where(whole, grid.sum(1), jnp.clip(totals, -clip, clip))
+        totals = jnp.where(placed, grid.sum(1), jnp.clip(totals, -clip, clip))
     every = jnp.ones(totals.shape, bool)
     moments = update_moments(state.moments, totals, every)
     now = update_moments(init_moments(), totals, every)
-    ref_std = jnp.where(state.ref_std > 0, state.ref_std, moments_std(now))
+    ref_std = jnp.where(state.ref_std > 0, state.ref_std, _spread(now))
     metrics = {
         "rollout_scores/mean": now.mean,
         "rollout_scores/std": moments_std(now),
         "rollout_scores/running_mean": moments.mean,
         "rollout_scores/running_std": moments_std(moments),
     }
-    divisor = {None: 1.0, "running": moments_std(moments), "ref": ref_std}[mode]
+    divisor = {None: 1.0, "running": _spread(moments), "ref": ref_std}[mode]
     # equal scores have no spread to divide by
-    divisor = jnp.where(divisor > 1e-8, divisor, 1.0)
+    divisor = jnp.where(divisor > 0, divisor, 1.0)
     return grid / divisor, ScalingState(moments, ref_std), metrics
+
+
+def _spread(moments: MomentsState) -> jax.Array:
+    """The standard deviation, or 0 where it is no more than what float32 rounds off the mean."""
+    std = moments_std(moments)
+    return jnp.where(std > jnp.maximum(1e-6 * jnp.abs(moments.mean), 1e-8), std, 0.0)

@@ -1,0 +1,79 @@
+r"""Film reviews tuned to be positive: the main job, and the shortest way to see PPO work.
+
+    python -m jaxppo.main --config=configs/gpt2_sentiment.py
+
+A small GPT-2 that writes film reviews continues sentence beginnings; the reward is a sentiment
+classifier's probability of "positive" for what it wrote. Both come with jaxppo, so nothing is
+downloaded. If `vaderSentiment` is installed, its score is logged as a second opinion that training
+never sees.
+
+    python -m jaxppo.main --config=configs/gpt2_sentiment.py:imdb
+
+does the same with the models of trlx's example, `lvwerra/gpt2-imdb` (124M parameters, 0.5 GB) and
+`lvwerra/distilbert-imdb` (0.3 GB), which are downloaded from the Hugging Face hub; it wants a GPU.
+
+RESULT
+"""
+
+HELD_OUT = 256  # prompts that only evaluations see
+
+
+def get_config(arg=None):
+    from jaxppo.config import ConfigError, default_config
+
+    if arg not in (None, "", "imdb"):
+        raise ConfigError(f"gpt2_sentiment has no variant {arg!r}; leave it out or say imdb")
+    config = default_config()
+    if arg == "imdb":
+        config.model.model_path = "lvwerra/gpt2-imdb"
+        config.train.checkpoint_dir = "runs/gpt2_sentiment_imdb"
+        return config
+    config.train.update(
+        seq_length=64,
+        epochs=30,
+        total_steps=10_000,
+        batch_size=64,
+        eval_interval=80,
+        checkpoint_interval=80,
+        checkpoint_dir="runs/gpt2_sentiment",
+    )
+    config.optimizer.kwargs.update(lr=2e-4, betas=(0.9, 0.95))
+    config.scheduler.name = "constant"
+    config.method.update(
+        num_rollouts=128,
+        chunk_size=128,
+        ppo_epochs=4,
+        init_kl_coef=0.02,
+        target=12.0,
+        horizon=2000,
+    )
+    config.method.gen_kwargs.max_new_tokens = 24
+    return config
+
+
+def make_task(config):
+    from jaxppo import Task, reward_model
+    from jaxppo.assets import asset, review_prompts
+
+    prompts = review_prompts()
+    imdb = config.model.model_path == "lvwerra/gpt2-imdb"
+    if imdb:
+        print("downloading lvwerra/gpt2-imdb and lvwerra/distilbert-imdb, 0.8 GB, once", flush=True)
+    classifier = "lvwerra/distilbert-imdb" if imdb else asset("reviews-sentiment")
+    return Task(
+        prompts=prompts[:-HELD_OUT],
+        eval_prompts=prompts[-HELD_OUT:],
+        reward_fn=reward_model(classifier, label="POSITIVE"),
+        metric_fn=make_metrics(),
+        model_path=None if config.model.model_path else asset("reviews-gpt2"),
+    )
+
+
+def make_metrics():
+    """VADER's compound score in [-1, 1], a lexicon that shares nothing with the reward model."""
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ImportError:
+        return None
+    vader = SentimentIntensityAnalyzer()
+    return lambda samples, **_: {"vader": [vader.polarity_scores(s)["compound"] for s in samples]}

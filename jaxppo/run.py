@@ -1,0 +1,224 @@
+"""Preparing a run: what is loaded and checked before it, and where it stands.
+
+Everything that can be refused is refused here, before the run folder is touched.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from jaxppo import checkpoint, tracking
+from jaxppo import config as configs
+from jaxppo.collect import Task
+from jaxppo.models import (
+    Model,
+    ModelError,
+    eos_ids,
+    init_value_head,
+    load_pretrained,
+    load_tokenizer,
+)
+from jaxppo.ppo import PPOState, ppo_init
+from jaxppo.programs import Programs, make_programs, memory_lines
+from jaxppo.prompts import Prompts, prepare, take
+from jaxppo.rewards.scaling import ScalingState, init_scaling
+from jaxppo.sampling import stop_table
+
+
+class LoopState(NamedTuple):
+    """Everything that a cycle changes; what a checkpoint holds."""
+
+    ppo: PPOState
+    scaling: ScalingState
+
+
+class Progress(NamedTuple):
+    """Where a run stands; the part of a checkpoint that is JSON.
+
+    cycle: cycles completed.
+    step: optimizer steps completed.
+    evaluated: the step of the newest evaluation, None before there was one.
+    best: the best evaluation reward so far.
+    first: figures of the evaluation before training.
+    last: figures of the newest evaluation.
+    """
+
+    cycle: int = 0
+    step: int = 0
+    evaluated: int | None = None
+    best: float | None = None
+    first: dict | None = None
+    last: dict | None = None
+
+
+class Keys(NamedTuple):
+    """One key a purpose; those of cycles and evaluations are folded with cycle or step."""
+
+    value_head: jax.Array
+    rollouts: jax.Array
+    updates: jax.Array
+    evaluations: jax.Array
+
+
+class Run(NamedTuple):
+    """What stays the same throughout a run.
+
+    sampling: what `collect` is told for rollouts and evaluations alike.
+    score: `(params, rollout, sampler_logprobs) -> Scored`, against the reference.
+    """
+
+    config: ConfigDict
+    plan: configs.Plan
+    keys: Keys
+    task: Task
+    model: Model
+    tokenizer: Any
+    programs: Programs
+    score: Callable
+    prompts: Prompts
+    eval_prompts: Prompts
+    sampling: dict[str, Any]
+    folder: Path
+    sink: tracking.Sink
+    console: Any
+
+
+def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState, Progress]:
+    """Loads, checks and plans; makes the run folder last, when nothing can be refused any more."""
+    path = task.model_path or config.model.model_path
+    if not path:
+        raise configs.ConfigError("model.model_path is not set; name a model folder or hub id")
+    model, params, tokenizer = load_pretrained(path)
+    if model.score is not None:
+        raise ModelError(f"{path} is a classifier; the policy must be a language model")
+    if config.tokenizer.tokenizer_path:
+        tokenizer = load_tokenizer(config.tokenizer.tokenizer_path)
+    if tokenizer is None:
+        raise ModelError(f"{path} holds no tokenizer; set tokenizer.tokenizer_path")
+    new = max(
+        kwargs["max_new_tokens"]
+        for kwargs in (configs.rollout_kwargs(config), configs.eval_kwargs(config))
+    )
+    prompts, eval_prompts = _prompts(config, task, model, tokenizer, new)
+    width = max(len(ids) for ids in [*prompts.ids, *eval_prompts.ids])
+    pad_id = next(x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if x is not None)
+    stops = stop_table(tokenizer, task.stop_sequences, model.config.vocab_size)
+    programs = make_programs(
+        config, model, eos_ids=eos_ids(model, tokenizer), pad_id=pad_id, stops=stops
+    )
+    keys = Keys(*jax.random.split(jax.random.key(config.train.seed), 4))
+    ref_params = {name: leaf for name, leaf in params.items() if name != "value_head"}
+    # copies: the update donates its state's buffers, and the reference keeps its own
+    params = jax.tree.map(jnp.copy, params)
+    params.setdefault(
+        "value_head", init_value_head(keys.value_head, model.config.width, config.model.value_head)
+    )
+    plan = configs.plan(config, len(prompts.ids))
+    lines = [("model", str(path)), *configs.plan_lines(plan, config)]
+    lines += memory_lines(config, model, params, programs, width)
+    tracking.show_plan(console, "jaxppo", lines)
+
+    state = LoopState(
+        ppo_init(params, optimizer=programs.optimizer, kl=programs.kl),
+        init_scaling(config.method.ref_std),
+    )
+    folder = Path(config.train.checkpoint_dir)
+    state, progress = _resume(config, folder, state, console)
+    sinks = [
+        tracking.json_lines(
+            folder, resume_step=None if progress.evaluated is None else progress.step
+        )
+    ]
+    if config.train.tracker == "tensorboard":
+        sinks.append(tracking.tensorboard(folder / "tensorboard"))
+    elif config.train.tracker == "wandb":
+        t = config.train
+        sinks.append(
+            tracking.wandb_sink(
+                project=t.project_name, name=t.run_name, entity=t.entity_name, group=t.group_name,
+                tags=t.tags, dir=folder, config=config.to_dict(),
+            )
+        )  # fmt: skip
+    run = Run(
+        config=config,
+        plan=plan,
+        keys=keys,
+        task=task,
+        model=model,
+        tokenizer=tokenizer,
+        programs=programs,
+        score=lambda params, *rest: programs.score(params, ref_params, *rest),
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        sampling={
+            "task": task,
+            "tokenizer": tokenizer,
+            "chunk_size": config.method.chunk_size,
+            "width": width,
+            "pad_id": pad_id,
+        },
+        folder=folder,
+        sink=tracking.combine(sinks),
+        console=console,
+    )
+    return run, state, progress
+
+
+def _prompts(config, task: Task, model: Model, tokenizer, new: int) -> tuple[Prompts, Prompts]:
+    """Tokenises prompts and evaluation prompts; too long ones are refused or cut."""
+    positions = model.config.max_positions
+    room = min(config.train.seq_length, positions) - new
+    if room < 1:
+        raise configs.ConfigError(
+            f"method.gen_kwargs.max_new_tokens {new} leaves no room for a prompt in the model's "
+            f"{positions} positions; lower it"
+        )
+    truncate = config.tokenizer.truncation_side if config.tokenizer.truncate_prompts else None
+    prepared = prepare(task.prompts, tokenizer, max_tokens=room, truncate=truncate)
+    if task.eval_prompts is None:
+        count = min(len(prepared.ids), config.method.chunk_size)
+        return prepared, take(prepared, range(count))
+    return prepared, prepare(task.eval_prompts, tokenizer, max_tokens=room, truncate=truncate)
+
+
+def _resume(config, folder: Path, state: LoopState, console) -> tuple[LoopState, Progress]:
+    """Goes on from the newest checkpoint in the run folder, or begins a new run in it."""
+    text = configs.to_json(config)
+    recorded = folder / "config.json"
+    step = checkpoint.latest_step(folder / "checkpoints")
+    if step is not None and not config.train.resume:
+        raise configs.ConfigError(
+            f"{folder} already holds a run; choose another --workdir, or set train.resume to True"
+        )
+    progress = Progress()
+    if step is not None:
+        state, meta = checkpoint.restore(folder / "checkpoints", step, state)
+        progress = Progress(**meta["progress"])
+        changed = _changed(json.loads(recorded.read_text(encoding="utf-8")), json.loads(text))
+        console.print(f"continuing in {folder} after cycle {progress.cycle} (step {step})")
+        if changed:
+            console.print(f"options changed since then: {', '.join(changed)}", markup=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.forget_after(folder / "best", -1 if step is None else step)
+        recorded.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise checkpoint.CheckpointError(f"the run folder can't be written: {error}") from error
+    return state, progress
+
+
+def _changed(old: dict, new: dict, prefix: str = "") -> list[str]:
+    """Dotted names of the options in which two configs differ."""
+    names = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            names += _changed(before, after, f"{prefix}{key}.")
+        elif before != after:
+            names.append(prefix + key)
+    return names
