@@ -28,6 +28,7 @@ setup(
         "absl-py>=2.1",  # flags of the command line
         "numpy>=2.0",
         "transformers>=5.0",  # configs, tokenizers, chat templates, hub download (no torch)
+        "jinja2>=3.1",  # renders chat templates; transformers does not install it
         "tokenizers>=0.22",
         "safetensors>=0.5",
         "rich>=13.7",  # progress bars and tables in the console

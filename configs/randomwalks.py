@@ -49,13 +49,15 @@ def get_config(arg=None):
     return config
 
 
-def make_task(config):
+def make_task(config, folder=None):
+    """`folder` holds a model of random walks; None: the set-up pretrains one."""
     from jaxppo import Task
 
     graph, walks = make_graph()
-    folder = Path(config.train.checkpoint_dir) / "pretrained"
-    if not (folder / "config.json").exists():
-        pretrain(walks, folder)
+    if folder is None:
+        folder = Path(config.train.checkpoint_dir) / "pretrained"
+        if not (folder / "config.json").exists():
+            pretrain(walks, folder)
     starts = list(LETTERS[1:])
     optimality = make_optimality(graph)
     return Task(
