@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxppo import checkpoint, tracking
 from jaxppo.collect import Collected, collect
-from jaxppo.rewards.functions import call_metric
+from jaxppo.rewards.functions import RewardError, call_metric
 from jaxppo.run import LoopState, Progress, Run
 
 
@@ -46,6 +46,8 @@ def evaluate(run: Run, state: LoopState, progress: Progress) -> Progress:
             tokenizer=run.tokenizer,
         )
         for name, values in metrics.items():
+            if name in table:
+                raise RewardError(f"a metric can't be named {name!r}; that is a column of samples")
             if isinstance(values, list):
                 table[name] = values
             row[f"metrics/{name}"] = float(np.mean(values))

@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(error, 2)
     except USER_ERRORS as error:
         return _say(error, 1)
+    except OSError as error:  # a full disk, a folder without write permission
+        return _say(error, 1)
     except KeyboardInterrupt:
         return _say("interrupted; the same command continues from the last whole cycle", 130)
     return 0

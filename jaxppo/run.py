@@ -105,7 +105,13 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
         for kwargs in (configs.rollout_kwargs(config), configs.eval_kwargs(config))
     )
     prompts, eval_prompts = _prompts(config, task, model, tokenizer, new)
-    width = max(len(ids) for ids in [*prompts.ids, *eval_prompts.ids])
+    every = [*prompts.ids, *eval_prompts.ids]
+    if (highest := max(int(ids.max()) for ids in every)) >= model.config.vocab_size:
+        raise ModelError(
+            f"the tokenizer gives the id {highest}, but the model knows {model.config.vocab_size} "
+            "tokens: they do not belong together"
+        )
+    width = max(map(len, every))
     pad_id = next(x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if x is not None)
     stops = stop_table(tokenizer, task.stop_sequences, model.config.vocab_size)
     programs = make_programs(
@@ -129,21 +135,6 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
     )
     folder = Path(config.train.checkpoint_dir)
     state, progress = _resume(config, folder, state, console)
-    sinks = [
-        tracking.json_lines(
-            folder, resume_step=None if progress.evaluated is None else progress.step
-        )
-    ]
-    if config.train.tracker == "tensorboard":
-        sinks.append(tracking.tensorboard(folder / "tensorboard"))
-    elif config.train.tracker == "wandb":
-        t = config.train
-        sinks.append(
-            tracking.wandb_sink(
-                project=t.project_name, name=t.run_name, entity=t.entity_name, group=t.group_name,
-                tags=t.tags, dir=folder, config=config.to_dict(),
-            )
-        )  # fmt: skip
     run = Run(
         config=config,
         plan=plan,
@@ -163,7 +154,7 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
             "pad_id": pad_id,
         },
         folder=folder,
-        sink=tracking.combine(sinks),
+        sink=_sinks(config, folder, None if progress.evaluated is None else progress.step),
         console=console,
     )
     return run, state, progress
@@ -199,7 +190,8 @@ def _resume(config, folder: Path, state: LoopState, console) -> tuple[LoopState,
     if step is not None:
         state, meta = checkpoint.restore(folder / "checkpoints", step, state)
         progress = Progress(**meta["progress"])
-        changed = _changed(json.loads(recorded.read_text(encoding="utf-8")), json.loads(text))
+        before = recorded.read_text(encoding="utf-8") if recorded.exists() else text
+        changed = _changed(json.loads(before), json.loads(text))
         console.print(f"continuing in {folder} after cycle {progress.cycle} (step {step})")
         if changed:
             console.print(f"options changed since then: {', '.join(changed)}", markup=False)
@@ -210,6 +202,28 @@ def _resume(config, folder: Path, state: LoopState, console) -> tuple[LoopState,
     except OSError as error:
         raise checkpoint.CheckpointError(f"the run folder can't be written: {error}") from error
     return state, progress
+
+
+def _sinks(config: ConfigDict, folder: Path, resume_step: int | None) -> tracking.Sink:
+    """JSON lines, and the tracker that was asked for."""
+    train = config.train
+    sinks = [tracking.json_lines(folder, resume_step=resume_step)]
+    if train.tracker == "tensorboard":
+        sinks.append(tracking.tensorboard(folder / "tensorboard", resume_step=resume_step))
+    elif train.tracker == "wandb":
+        sinks.append(
+            tracking.wandb_sink(
+                project=train.project_name,
+                name=train.run_name,
+                entity=train.entity_name,
+                group=train.group_name,
+                tags=train.tags,
+                dir=folder,
+                config=config.to_dict(),
+                resume_step=resume_step,
+            )
+        )
+    return tracking.combine(sinks)
 
 
 def _changed(old: dict, new: dict, prefix: str = "") -> list[str]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_train import ARCHITECTURE, EOS, PAD, VOCAB
+from helpers_train import ARCHITECTURE, EOS, PAD
 
 from jaxppo import (
     Evaluation,
@@ -38,6 +38,11 @@ def make_params(seed, dtype=jnp.float64):
     rng = np.random.default_rng(seed)
     leaves = [x + rng.normal(size=x.shape) * 0.1 for x in leaves]
     return tree.unflatten([jnp.asarray(x, dtype) for x in leaves])
+
+
+@functools.partial(jax.jit, static_argnames=("lam", "kl_estimator", "whiten_advantages"))
+def experience(*args, kl_coef=0.1, gamma=1.0, lam=0.95, **options):
+    return make_experience(*args, kl_coef=kl_coef, gamma=gamma, lam=lam, **options)
 
 
 def draw(params, **options):
@@ -175,7 +180,7 @@ TRANSFORMS = [
 @pytest.mark.parametrize("options", TRANSFORMS)
 def test_the_scorer_sees_what_the_sampler_drew_from(options):
     params = make_params(0, jnp.float32)
-    options = {**options, "eos_ids": (EOS, 3)}
+    options = {**options, "eos_ids": (EOS, 4, 5)}
     samples = draw(params, **options)
     rollout = as_rollout(samples)
     assert 0 < samples.mask.sum() < B * N  # some rows ended early
@@ -183,15 +188,7 @@ def test_the_scorer_sees_what_the_sampler_drew_from(options):
     seen, ref = evaluate(params, rollout), evaluate(params, rollout)
     gap = jnp.where(samples.mask, seen.logprobs - samples.logprobs, 0)
     assert jnp.abs(gap).max() <= 2e-6
-    batch, metrics = make_experience(
-        rollout,
-        jnp.zeros((B, N)),
-        seen,
-        ref.logprobs,
-        kl_coef=0.1,
-        gamma=1.0,
-        lam=0.95,
-    )
+    batch, metrics = experience(rollout, jnp.zeros((B, N)), seen, ref.logprobs)
     assert (batch.kl == 0).all()
     for name in ("policy/kl", "policy/kl_k3", "policy/sqrt_kl", "policy/kl_per_token"):
         assert metrics[name] == 0
@@ -208,9 +205,7 @@ def test_the_first_ratio_is_one():
     rollout = as_rollout(draw(params, **options))
     evaluate, optimizer, kl = make_evaluate(MODEL, **options), optax.sgd(0.0), fixed_kl(0.1)
     old = jax.jit(evaluate)(params, rollout)
-    batch, _ = make_experience(
-        rollout, jnp.ones((B, N)), old, old.logprobs, kl_coef=0.1, gamma=1.0, lam=0.95
-    )
+    batch, _ = experience(rollout, jnp.ones((B, N)), old, old.logprobs)
     step = jax.jit(
         functools.partial(
             ppo_step,
@@ -241,7 +236,7 @@ def test_temperature_zero_is_refused(temperature):
 
 def test_without_a_value_head_values_are_zero():
     params = make_params(0, jnp.float32)
-    evaluate = make_evaluate(MODEL)
+    evaluate = jax.jit(make_evaluate(MODEL))
     assert (evaluate(params, ragged_rollout()).values != 0).any()
     del params["value_head"]
     seen = evaluate(params, ragged_rollout())
@@ -252,15 +247,16 @@ def test_log_probs_are_those_of_a_naive_loop():
     """Token by token, without padding: log softmax of the logits before the token."""
     with jax.enable_x64(True):
         rollout, params = ragged_rollout(), make_params(0)
-        seen = make_evaluate(MODEL, temperature=0.7)(params, rollout)
-        for row in range(B):
+        seen = jax.jit(make_evaluate(MODEL, temperature=0.7))(params, rollout)
+        last = jax.jit(lambda params, tokens: jax.nn.log_softmax(MODEL.logits(params, tokens)[0, -1] / 0.7))
+        for row in (0, 3, 5):
             prompt = np.asarray(rollout.prompts[row])[np.asarray(rollout.prompt_mask[row])]
             response = np.asarray(rollout.tokens[row])[np.asarray(rollout.mask[row])]
             for t, token in enumerate(response):
                 context = jnp.asarray([*prompt, *response[:t]])[None]
-                log_p = jax.nn.log_softmax(MODEL.logits(params, context)[0, -1] / 0.7)
+                log_p = np.asarray(last(params, context))
                 np.testing.assert_allclose(seen.logprobs[row, t], log_p[token], rtol=1e-10)
-                entropy = -jnp.sum(jnp.exp(log_p) * log_p)
+                entropy = -np.sum(np.exp(log_p) * log_p)
                 np.testing.assert_allclose(seen.entropy[row, t], entropy, rtol=1e-10)
 
 
@@ -272,27 +268,21 @@ def test_ending_is_an_action_that_learns(pad_id):
         tokens = jnp.array([[EOS, pad_id, pad_id], [EOS, pad_id, pad_id]])
         mask = jnp.array([[True, False, False]] * 2)
         rollout = Rollout(jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2), bool), tokens, mask)
-        evaluate, optimizer, kl = make_evaluate(MODEL), optax.sgd(1e-3), fixed_kl(0.0)
+        evaluate, optimizer, kl = jax.jit(make_evaluate(MODEL)), optax.sgd(1e-3), fixed_kl(0.0)
         old = evaluate(params, rollout)
-        batch, _ = make_experience(
-            rollout,
-            last_action_scores(mask, [1.0, -1.0]),
-            old._replace(values=0 * old.values),
-            old.logprobs,
-            kl_coef=0.0,
-            gamma=1.0,
-            lam=0.95,
-        )
+        scores = last_action_scores(mask, [1.0, -1.0])
+        old = old._replace(values=jnp.zeros_like(scores))
+        batch, _ = experience(rollout, scores, old, old.logprobs)
         np.testing.assert_allclose(batch.advantages, [[1, 0, 0], [-1, 0, 0]], atol=1e-6)
-        state, _ = ppo_step(
-            ppo_init(params, optimizer=optimizer, kl=kl),
-            batch,
-            jax.random.key(0),
+        step = functools.partial(
+            ppo_step,
             evaluate=evaluate,
             optimizer=optimizer,
             kl=kl,
             config=PPOConfig(ppo_epochs=1, batch_size=2, vf_coef=0.0),
         )
+        state = ppo_init(params, optimizer=optimizer, kl=kl)
+        state, _ = jax.jit(step)(state, batch, jax.random.key(0))
         change = evaluate(state.params, rollout).logprobs - old.logprobs
         assert change[0, 0] > 1e-5
         assert change[1, 0] < -1e-5
@@ -313,7 +303,7 @@ def by_hand(**options):
     scores = jnp.array([[0.0, 0.0, 2.0], [-1.0, 0.0, 0.0]])
     old = Evaluation(*map(jnp.asarray, (logprobs, values, logprobs)))
     options = {"kl_coef": 0.1, "gamma": 0.9, "lam": 0.8, "whiten_advantages": False} | options
-    return make_experience(rollout, scores, old, jnp.asarray(logprobs - ratio), **options)
+    return experience(rollout, scores, old, jnp.asarray(logprobs - ratio), **options)
 
 
 def test_advantages_by_hand():
@@ -343,8 +333,7 @@ def test_advantages_by_hand():
         }
         assert metrics.keys() == expected.keys()
         for name, value in expected.items():
-            if name != "rollout/advantage_std":
-                np.testing.assert_allclose(metrics[name], value, rtol=1e-10, err_msg=name)
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-10, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -386,9 +375,6 @@ def test_no_actions_at_all_is_finite():
     rollout = ragged_rollout()
     rollout = rollout._replace(mask=jnp.zeros_like(rollout.mask))
     nan = jnp.full((B, N), jnp.nan)
-    batch, metrics = make_experience(
-        rollout, nan, Evaluation(nan, nan, nan), nan, kl_coef=0.1, gamma=1.0, lam=0.95
-    )
+    batch, metrics = experience(rollout, nan, Evaluation(nan, nan, nan), nan)
     for x in (batch.advantages, batch.returns, batch.kl, *metrics.values()):
         assert np.isfinite(x).all()
-    assert VOCAB == MODEL.config.vocab_size

@@ -61,7 +61,7 @@ def make_batch(B=7, T=4, seed=1, params=None):
         mask=jnp.asarray(np.arange(T) < lengths[:, None]),
         kl=jnp.asarray(rng.uniform(size=B)),
     )
-    old = evaluate(make_params() if params is None else params, batch)
+    old = jax.jit(evaluate)(make_params() if params is None else params, batch)
     return batch.replace(old_logprobs=old.logprobs, old_values=old.values)
 
 
@@ -305,10 +305,11 @@ def test_grad_norm_is_the_mean_over_steps():
         singles = np.diff([0, *norms])
         # the norms of three consecutive steps, each computed from its own parameters
         state = ppo_init(make_params(), optimizer=optax.sgd(0.5), kl=KL)
+        update = functools.partial(
+            ppo_update, evaluate=evaluate, optimizer=optax.sgd(0.5), config=PPOConfig(**RANGES)
+        )
         for single in singles:
-            state, sums = ppo_update(
-                state, batch, evaluate=evaluate, optimizer=optax.sgd(0.5), config=PPOConfig(**RANGES)
-            )
+            state, sums = jax.jit(update)(state, batch)
             np.testing.assert_allclose(single, sums["optimizer/grad_norm"], rtol=1e-5)
         assert len(set(singles.round(5))) == 3
 
@@ -318,9 +319,10 @@ def test_ppo_update_gives_sums_that_finish_as_means():
         batch, params = make_batch(), make_params()
         optimizer = optax.adam(1e-2)
         state = ppo_init(params, optimizer=optimizer, kl=KL)
-        new, sums = ppo_update(
-            state, batch, evaluate=evaluate, optimizer=optimizer, config=PPOConfig(**RANGES)
+        update = functools.partial(
+            ppo_update, evaluate=evaluate, optimizer=optimizer, config=PPOConfig(**RANGES)
         )
+        new, sums = jax.jit(update)(state, batch)
         assert sums["count"] == batch.mask.sum()
         assert sums.pop("optimizer/steps") == 1
         sums.pop("optimizer/grad_norm")

@@ -4,6 +4,7 @@ Weights are read from safetensors only: pickled `.bin` files run code when opene
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def save_pretrained(directory: str | Path, model: Model, params, tokenizer=None)
     for rule in family.rules(model.config):
         leaves = [np.asarray(get_path(params, path)) for path in rule.paths]
         tensors[rule.name] = np.ascontiguousarray(rule.transform.save(*leaves))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _save_tensors(tensors, directory / "model.safetensors")
     dtypes = {str(tensor.dtype) for tensor in tensors.values()}
     config = dict(model.hf_config)
     config.pop("torch_dtype", None)
@@ -129,9 +130,17 @@ def save_pretrained(directory: str | Path, model: Model, params, tokenizer=None)
             for layer, leaves in params["value_head"].items()
             for name, leaf in leaves.items()
         }
-        save_file(flat, directory / VALUE_HEAD_FILE)
+        _save_tensors(flat, directory / VALUE_HEAD_FILE)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(directory))
+
+
+def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+    save_file(tensors, file, metadata={"format": "pt"})
+    # safetensors makes files that only their owner may read; give them the usual permissions
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -93,10 +93,14 @@ def draw(logits, uniform):
 
 
 def _first_above(ends, masses, target):
-    """The first index whose cumulative end exceeds the target; rounding never picks mass 0."""
-    index = jnp.sum(ends <= target[:, None], axis=-1)
+    """The first index with mass whose cumulative end exceeds the target, else the last with mass.
+
+    A parallel cumulative sum rounds each end on its own, so ends may rise by a rounding error
+    where the mass is 0, and a target may fall there: the end alone does not tell.
+    """
+    inside = (ends > target[:, None]) & (masses > 0)
     last = masses.shape[-1] - 1 - jnp.argmax(masses[:, ::-1] > 0, axis=-1)
-    return jnp.minimum(index, last)
+    return jnp.where(inside.any(-1), jnp.argmax(inside, axis=-1), last)
 
 
 def _largest(holds, shape):
