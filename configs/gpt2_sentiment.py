@@ -26,7 +26,6 @@ def get_config(arg=None):
     config = default_config()
     if arg == "imdb":
         config.model.model_path = "lvwerra/gpt2-imdb"
-        config.train.checkpoint_dir = "runs/gpt2_sentiment_imdb"
         return config
     config.train.update(
         seq_length=64,
@@ -35,7 +34,6 @@ def get_config(arg=None):
         batch_size=64,
         eval_interval=80,
         checkpoint_interval=80,
-        checkpoint_dir="runs/gpt2_sentiment",
     )
     config.optimizer.kwargs.update(lr=2e-4, betas=(0.9, 0.95))
     config.scheduler.name = "constant"

@@ -32,7 +32,6 @@ def get_config(arg=None):
         batch_size=100,
         eval_interval=40,
         checkpoint_interval=40,
-        checkpoint_dir="runs/randomwalks",
     )
     config.optimizer.kwargs.update(lr=3e-4, weight_decay=1e-6)
     config.optimizer.max_grad_norm = 0.0  # as in trlx

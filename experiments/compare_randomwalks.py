@@ -2,8 +2,8 @@ r"""Learning curves on randomwalks from given weights, for comparison with other
 
     python experiments/compare_randomwalks.py --start=FOLDER --seeds 1 2 3
 
-`--start` is a Hugging Face folder with a model of random walks (such as the one that another trainer
-began with); without it the config's own pretraining is used. Hyperparameters are those of
+`--start` is a Hugging Face folder with a model of random walks (such as the one that another
+trainer began with); without it the config's own pretraining is used. Hyperparameters are those of
 configs/randomwalks.py, which are trlx's; after each of 20 cycles of 140 rollouts, 500 samples are
 scored (standard error about .01).
 """

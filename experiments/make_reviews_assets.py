@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxppo import checkpoint
 from jaxppo.models import create_model, load_pretrained, save_pretrained
 
 VOCABULARY = 4096
@@ -193,7 +194,7 @@ def lm_loss(params, rows, model, mask=None):
 
 
 def train_lm(model, params, corpus, *, steps, rows, lr, seed, folder=None, heldout=None):
-    """AdamW with warm-up and cosine decay; prints the progress and saves every 1,000 steps."""
+    """AdamW with warm-up and cosine decay; goes on from the last 1,000 steps saved in `folder`."""
     warm = min(200, steps // 20 + 1)
     schedule = optax.join_schedules(
         [optax.linear_schedule(0.0, lr, warm), optax.cosine_decay_schedule(lr, steps - warm, 0.02)],
@@ -215,11 +216,14 @@ def train_lm(model, params, corpus, *, steps, rows, lr, seed, folder=None, heldo
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state = optimizer.init(params)
-    rng = np.random.default_rng(seed)
+    state, start = optimizer.init(params), 0
+    if folder is not None and (start := checkpoint.latest_step(folder) or 0):
+        (params, state), _ = checkpoint.restore(folder, start, (params, state))
+        print(f"continuing at step {start}", flush=True)
     began, losses = time.time(), []
-    for i in range(steps):
-        params, state, value = step(params, state, corpus.windows(rng, rows, POSITIONS))
+    for i in range(start, steps):
+        batch = corpus.windows(np.random.default_rng([seed, i]), rows, POSITIONS)
+        params, state, value = step(params, state, batch)
         losses.append(value)
         if (i + 1) % 250 == 0 or i + 1 == steps:
             nats = float(np.mean(jax.device_get(losses)))
@@ -231,7 +235,7 @@ def train_lm(model, params, corpus, *, steps, rows, lr, seed, folder=None, heldo
                 )
             print(f"{line} {time.time() - began:.0f} s", flush=True)
             if folder is not None and (i + 1) % 1000 == 0:
-                save_pretrained(folder, model, params)
+                checkpoint.save(folder, i + 1, (params, state), {}, keep=1)
     return params
 
 
@@ -265,7 +269,7 @@ def make_lm(out: Path, steps: int) -> None:
     params = model.init(jax.random.key(0))
     params = train_lm(
         model, params, corpus, steps=steps, rows=32, lr=2e-3, seed=0,
-        folder=out / "lm-partial", heldout=heldout,
+        folder=out / "lm-steps", heldout=heldout,
     )  # fmt: skip
     save_pretrained(out / "reviews-gpt2", model, half(params), tokenizer)
 
@@ -311,7 +315,8 @@ def make_classifier(out: Path, lm_steps: int, steps: int) -> None:
     trunk = create_model(gpt2_config(CLASSIFIER_SHAPE))
     params = train_lm(
         trunk, trunk.init(jax.random.key(1)), Corpus(reviews, tokenizer),
-        steps=lm_steps, rows=32, lr=3e-3, seed=1, heldout=Corpus(heldout, tokenizer),
+        steps=lm_steps, rows=32, lr=3e-3, seed=1,
+        folder=out / "trunk-steps", heldout=Corpus(heldout, tokenizer),
     )  # fmt: skip
     labels = {0: "NEGATIVE", 1: "POSITIVE"}
     model = create_model(
@@ -440,9 +445,9 @@ def main() -> None:
     stages = ["tokenizer", "lm", "classifier", "prompts", "report", "install"]
     parser.add_argument("stages", nargs="+", choices=stages)
     parser.add_argument("--out", type=Path, default=Path("runs/assets"))
-    parser.add_argument("--lm-steps", type=int, default=9000)
-    parser.add_argument("--trunk-steps", type=int, default=5000)
-    parser.add_argument("--classifier-steps", type=int, default=3000)
+    parser.add_argument("--lm-steps", type=int, default=6000)
+    parser.add_argument("--trunk-steps", type=int, default=4000)
+    parser.add_argument("--classifier-steps", type=int, default=2500)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:

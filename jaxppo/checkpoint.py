@@ -50,13 +50,14 @@ def save(folder: str | Path, step: int, state: Any, meta: dict, *, keep: int) ->
     """
     try:
         with _manager(folder, keep) as manager:
-            if step in manager.all_steps():
+            if (Path(folder) / str(step)).is_dir():
                 return
             manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
                 ),
+                force=True,  # or Orbax passes over steps below the newest, and says nothing
             )
             manager.wait_until_finished()
     except (OSError, ValueError) as error:

@@ -17,7 +17,8 @@ from jaxppo.rewards.functions import call_reward
 class Task(NamedTuple):
     """What a run is about.
 
-    prompts: strings, dicts with a "prompt" and further columns, or chats (lists of messages).
+    prompts: strings, dicts with a "prompt" and further columns, or chats (lists of messages);
+      None: nothing but the BOS token.
     reward_fn: `(samples, prompts, outputs, tokenizer, **columns) -> scores`.
     eval_prompts: as prompts; None: the first chunk of them.
     metric_fn: like reward_fn, returns `{name: values}`; None: no further metrics.
@@ -25,7 +26,7 @@ class Task(NamedTuple):
     model_path: takes the place of the config's, for a task that makes its own model.
     """
 
-    prompts: Sequence
+    prompts: Sequence | None
     reward_fn: Callable
     eval_prompts: Sequence | None = None
     metric_fn: Callable | None = None

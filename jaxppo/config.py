@@ -48,7 +48,8 @@ def default_config() -> ConfigDict:
         "minibatch_size": placeholder(int),  # samples held in memory at once; None: the batch
         "eval_interval": 100,  # optimizer steps
         "checkpoint_interval": 10000,  # optimizer steps
-        "checkpoint_dir": "runs/jaxppo",  # the run folder; --workdir sets it
+        # The run folder; --workdir sets it. None: runs/ and the config file's name, or the time.
+        "checkpoint_dir": placeholder(str),
         "keep_checkpoints": 1,
         "save_best": True,  # keep the checkpoint of the best evaluation reward, too
         "save_optimizer": True,

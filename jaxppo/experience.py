@@ -139,6 +139,8 @@ def make_experience(
     count = jnp.maximum(mask.sum(), 1)
     k3 = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, "k3"), 0.0)
     metrics = {
+        **_spread("old_values", old.values, mask),
+        **_spread("returns", returns, mask),
         "policy/kl": kl.mean(),
         "policy/kl_k3": k3.sum(1).mean(),
         "policy/sqrt_kl": jnp.sqrt(k3.sum(1).mean()),
@@ -159,3 +161,16 @@ def make_experience(
         kl=kl,
     )
     return batch, metrics
+
+
+def _spread(name: str, x, mask) -> dict[str, jax.Array]:
+    """Mean, standard deviation, least and largest real entry; zeros when there is none."""
+    count = jnp.maximum(mask.sum(), 1)
+    x = jnp.where(mask, x, 0.0)
+    mean = x.sum() / count
+    return {
+        f"{name}/mean": mean,
+        f"{name}/std": jnp.sqrt(jnp.where(mask, jnp.square(x - mean), 0.0).sum() / count),
+        f"{name}/min": jnp.where(mask.any(), jnp.where(mask, x, jnp.inf).min(), 0.0),
+        f"{name}/max": jnp.where(mask.any(), jnp.where(mask, x, -jnp.inf).max(), 0.0),
+    }

@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv if argv is None else argv)
     try:
         config, module = _parse(argv)
+        if config is None:
+            print(__doc__)
+            return 0
         configs.validate(config)
     except ConfigError as error:
         return _say(error, 2)
-    if config is None:
-        print(__doc__)
-        return 0
     # only now what is slow to import
     from jaxppo.train import USER_ERRORS, run_task
 
@@ -58,29 +58,46 @@ def _parse(argv: list[str]) -> tuple[ConfigDict | None, ModuleType | None]:
     before, sys.argv = sys.argv, argv  # config_flags looks for its overrides there
     try:
         left = values(argv)
+        if len(left) > 1:
+            raise ConfigError(f"{left[1]!r} is not a flag; options are set as --config.name=value")
+        if values.config is None:
+            raise ConfigError("no config; give one, such as --config=configs/gpt2_sentiment.py")
     except FileNotFoundError as error:
         raise ConfigError(f"config file {error.filename or error} does not exist") from None
     except flags.Error as error:
-        raise ConfigError(" ".join(str(error).split())) from None
-    except (AttributeError, KeyError):
-        # an override of an option that there is not: let the config name the nearest
+        raise ConfigError(_reason(error)) from None
+    except ConfigError:
+        raise
+    except Exception as error:
+        # perhaps an override of an option that there is not: let the config name the nearest
         overrides = [arg[9:].split("=")[0] for arg in argv if arg.startswith("--config.")]
         configs.make_config(dict.fromkeys(overrides))
-        raise
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the config file can't be used, it raised {reason}") from error
     finally:
         sys.argv = before
-    if len(left) > 1:
-        raise ConfigError(f"{left[1]!r} is not a flag; options are set as --config.name=value")
-    if values.config is None:
-        raise ConfigError("no config; give one, such as --config=configs/gpt2_sentiment.py")
-    module = _module(config_flags.get_config_filename(values["config"]))
+    filename, _, variant = config_flags.get_config_filename(values["config"]).partition(":")
+    module = _module(filename)
     config = configs.make_config(values.config)
     if values.workdir:
         config.train.checkpoint_dir = values.workdir
+    elif config.train.checkpoint_dir is None:
+        name = Path(filename).stem + (f"_{variant}" if variant else "")
+        config.train.checkpoint_dir = f"runs/{name}"
     return config, module
 
 
+def _reason(error: flags.Error) -> str:
+    """What went wrong, without the traceback that absl puts into errors of config files."""
+    if "Traceback" not in str(error):
+        return " ".join(str(error).split())
+    first, *_, last = str(error).strip().splitlines()
+    return last.split("ConfigError: ")[-1] if "ConfigError: " in last else f"{first} {last}"
+
+
 def _module(path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise ConfigError(f"config file {path} does not exist")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -25,7 +25,7 @@ from jaxppo.models import (
 )
 from jaxppo.ppo import PPOState, ppo_init
 from jaxppo.programs import Programs, make_programs, memory_lines
-from jaxppo.prompts import Prompts, prepare, take
+from jaxppo.prompts import PromptError, Prompts, prepare, take
 from jaxppo.rewards.scaling import ScalingState, init_scaling
 from jaxppo.sampling import stop_table
 
@@ -154,7 +154,7 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
             "pad_id": pad_id,
         },
         folder=folder,
-        sink=_sinks(config, folder, None if progress.evaluated is None else progress.step),
+        sink=_sinks(config, folder, progress),
         console=console,
     )
     return run, state, progress
@@ -170,7 +170,14 @@ def _prompts(config, task: Task, model: Model, tokenizer, new: int) -> tuple[Pro
             f"{positions} positions; lower it"
         )
     truncate = config.tokenizer.truncation_side if config.tokenizer.truncate_prompts else None
-    prepared = prepare(task.prompts, tokenizer, max_tokens=room, truncate=truncate)
+    given = task.prompts
+    if given is None:
+        if tokenizer.bos_token is None:
+            raise PromptError(
+                "there are no prompts, and the tokenizer has no BOS token to begin with"
+            )
+        given = [tokenizer.bos_token] * config.train.batch_size
+    prepared = prepare(given, tokenizer, max_tokens=room, truncate=truncate)
     if task.eval_prompts is None:
         count = min(len(prepared.ids), config.method.chunk_size)
         return prepared, take(prepared, range(count))
@@ -193,6 +200,8 @@ def _resume(config, folder: Path, state: LoopState, console) -> tuple[LoopState,
         before = recorded.read_text(encoding="utf-8") if recorded.exists() else text
         changed = _changed(json.loads(before), json.loads(text))
         console.print(f"continuing in {folder} after cycle {progress.cycle} (step {step})")
+        if progress.cycle >= configs.plan(config, 1).cycles:
+            console.print("it is complete: raise train.epochs or choose another --workdir for more")
         if changed:
             console.print(f"options changed since then: {', '.join(changed)}", markup=False)
     try:
@@ -204,10 +213,12 @@ def _resume(config, folder: Path, state: LoopState, console) -> tuple[LoopState,
     return state, progress
 
 
-def _sinks(config: ConfigDict, folder: Path, resume_step: int | None) -> tracking.Sink:
+def _sinks(config: ConfigDict, folder: Path, progress: Progress) -> tracking.Sink:
     """JSON lines, and the tracker that was asked for."""
     train = config.train
-    sinks = [tracking.json_lines(folder, resume_step=resume_step)]
+    resume_step = None if progress.evaluated is None else progress.step
+    evaluated = progress.evaluated == progress.step
+    sinks = [tracking.json_lines(folder, resume_step=resume_step, evaluated=evaluated)]
     if train.tracker == "tensorboard":
         sinks.append(tracking.tensorboard(folder / "tensorboard", resume_step=resume_step))
     elif train.tracker == "wandb":

@@ -76,6 +76,7 @@ def train(
       reward_fn: `(samples, prompts, outputs, tokenizer, **columns) -> scores`, a float a sample
         or a list of floats a sample, one a token.
       prompts: strings, dicts with a "prompt" and further columns for the functions, or chats.
+        None: nothing but the BOS token.
       eval_prompts: as prompts; by default the first chunk of them.
       metric_fn: called as reward_fn is; returns `{name: values}`, logged at evaluations.
       config: overrides of `default_config()`, nested or dotted.
@@ -83,8 +84,9 @@ def train(
       console: a rich console; None makes one on the standard output.
 
     Returns:
-      The trained policy and the run's figures. Run again with the same arguments and run folder,
-      a finished run returns at once, and an interrupted one goes on where it stopped.
+      The trained policy and the run's figures. With a folder in `config.train.checkpoint_dir`, the
+      same call continues a run that was stopped, and a finished one returns at once; without, each
+      call is a new run in `runs/`.
 
     Raises:
       ConfigError, PromptError, ModelError: before anything is written.
@@ -93,8 +95,6 @@ def train(
     config = configs.make_config(config)
     if model_path is not None:
         config.model.model_path = str(model_path)
-    if prompts is None:
-        raise configs.ConfigError("there are no prompts; pass a list of strings as prompts=")
     if not callable(reward_fn):
         raise configs.ConfigError(
             "there is no reward function; pass reward_fn=, a function of samples that returns "
@@ -106,7 +106,10 @@ def train(
 
 def run_task(config: ConfigDict, task: Task, *, console=None) -> Trained:
     """Does what `train` does, for a `Task` and a whole config; `main` calls it too."""
+    config = configs.make_config(config)
     configs.validate(config)
+    if config.train.checkpoint_dir is None:  # a new folder each time: nothing to resume
+        config.train.checkpoint_dir = time.strftime("runs/%Y%m%d-%H%M%S")
     console = console or tracking.make_console()
     run, state, progress = prepare_run(config, task, console)
     compiles = tracking.count_compiles()

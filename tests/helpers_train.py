@@ -67,3 +67,37 @@ def make_tiny_config(folder: Path, **overrides):
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+PROMPTS = ["ab", "c", "def", "gh", "ijkl", "m", "no", "pqr", "st", "ka"]
+
+
+def letter_share(outputs, **_):
+    """The share of the letters a to d in each output."""
+    return [sum(c in "abcd" for c in output) / max(len(output), 1) for output in outputs]
+
+
+def train_resumably(model_path, folder, reward_fn=letter_share, **overrides):
+    """A run in which everything that has a state has one: adaptive KL, running scaling, momenta.
+
+    Four cycles of four steps. Calls of the reward function: 1 evaluation, 2 and 3 cycles,
+    4 evaluation and then a checkpoint, 5 and 6 cycles, 7 evaluation.
+    """
+    from jaxppo import train
+
+    options = {
+        "method__target": 0.5,
+        "method__horizon": 64,
+        "method__init_kl_coef": 0.05,
+        "method__scale_reward": "running",
+        "method__gen_kwargs__temperature": 0.9,
+        "method__gen_kwargs__top_k": 12,
+        "train__minibatch_size": 4,
+    }
+    return train(
+        model_path,
+        reward_fn,
+        PROMPTS,
+        metric_fn=lambda outputs, **_: {"letters": [len(output) for output in outputs]},
+        config=make_tiny_config(folder, **options | overrides),
+    )

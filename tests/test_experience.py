@@ -1,4 +1,4 @@
-"""From samples to advantages: what a tiny GPT-2 samples is what it is trained on, wherever it lies."""
+"""From samples to advantages: a tiny GPT-2 trains on just what it sampled, wherever that lies."""
 
 import functools
 
@@ -248,7 +248,9 @@ def test_log_probs_are_those_of_a_naive_loop():
     with jax.enable_x64(True):
         rollout, params = ragged_rollout(), make_params(0)
         seen = jax.jit(make_evaluate(MODEL, temperature=0.7))(params, rollout)
-        last = jax.jit(lambda params, tokens: jax.nn.log_softmax(MODEL.logits(params, tokens)[0, -1] / 0.7))
+        last = jax.jit(
+            lambda params, tokens: jax.nn.log_softmax(MODEL.logits(params, tokens)[0, -1] / 0.7)
+        )
         for row in (0, 3, 5):
             prompt = np.asarray(rollout.prompts[row])[np.asarray(rollout.prompt_mask[row])]
             response = np.asarray(rollout.tokens[row])[np.asarray(rollout.mask[row])]

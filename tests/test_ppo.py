@@ -1,4 +1,4 @@
-"""The update: how many steps, on which rows, with which gradient. The models here are arithmetic."""
+"""The update: how many steps, on which rows, with which gradient. No language model is here."""
 
 import functools
 
@@ -191,9 +191,11 @@ def test_padding_changes_nothing(whole, micro, filling):
         batch = make_batch()
         B, T = batch.mask.shape
         wider = jax.tree.map(
-            lambda x: jnp.concatenate([x, jnp.ones((B, 3, *x.shape[2:]), x.dtype)], axis=1)
-            if x.ndim > 1
-            else x,
+            lambda x: (
+                jnp.concatenate([x, jnp.ones((B, 3, *x.shape[2:]), x.dtype)], axis=1)
+                if x.ndim > 1
+                else x
+            ),
             batch,
         )
         mask = wider.mask & (jnp.arange(T + 3) < T)

@@ -85,7 +85,7 @@ def build_model(
             if segment_ids is not None:
                 allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None, :])
         else:
-            valid = jax.lax.dynamic_update_slice(cache.valid, mask, (0, cache.index))
+            valid = jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.index, axis=1)
             slots = cache.index + jnp.arange(T)
             causal = jnp.arange(valid.shape[1])[None, :] <= slots[:, None]
             allowed = causal[None] & valid[:, None, :]

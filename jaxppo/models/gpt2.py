@@ -22,6 +22,8 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     activation = hf.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
         unsupported.append(f"activation_function={activation}")
+    if hf["n_embd"] % hf["n_head"]:
+        raise ValueError(f"n_embd={hf['n_embd']} is not a multiple of n_head={hf['n_head']}")
     if unsupported:
         raise ValueError(f"this GPT-2 checkpoint asks for {', '.join(unsupported)}: not supported")
     classifier = any("SequenceClassification" in name for name in hf.get("architectures") or ())

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from jaxppo.models import gpt2
 from jaxppo.models.bundle import Model, build_model
@@ -21,6 +21,7 @@ from jaxppo.models.tables import get_path, set_path
 
 FAMILIES = {"gpt2": gpt2.FAMILY}
 
+INDEX_FILE = "model.safetensors.index.json"
 VALUE_HEAD_FILE = "value_head.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -115,6 +116,7 @@ def save_pretrained(directory: str | Path, model: Model, params, tokenizer=None)
         leaves = [np.asarray(get_path(params, path)) for path in rule.paths]
         tensors[rule.name] = np.ascontiguousarray(rule.transform.save(*leaves))
     _save_tensors(tensors, directory / "model.safetensors")
+    (directory / INDEX_FILE).unlink(missing_ok=True)  # an older sharded checkpoint's; it would win
     dtypes = {str(tensor.dtype) for tensor in tensors.values()}
     config = dict(model.hf_config)
     config.pop("torch_dtype", None)
@@ -131,6 +133,8 @@ def save_pretrained(directory: str | Path, model: Model, params, tokenizer=None)
             for name, leaf in leaves.items()
         }
         _save_tensors(flat, directory / VALUE_HEAD_FILE)
+    else:
+        (directory / VALUE_HEAD_FILE).unlink(missing_ok=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(directory))
 
@@ -178,10 +182,12 @@ def _folder(name_or_path: str | Path) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX_FILE
     if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index} has no weight_map")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = [folder / "model.safetensors"]
     missing = [file.name for file in files if not file.exists()]
@@ -224,7 +230,11 @@ def _read_params(folder: Path, model: Model, dtype) -> dict[str, Any]:
             problems.append(f"{name} occurs twice")
             continue
         found.add(known)
-        leaves = rule.transform.load(tensor)
+        try:
+            leaves = rule.transform.load(tensor)
+        except (ValueError, IndexError):  # no such axis, or it can't be cut into equal parts
+            problems.append(f"{name} of shape {tensor.shape} can't become {', '.join(rule.paths)}")
+            continue
         for path, leaf in zip(rule.paths, leaves):
             shape = get_path(wanted, path).shape
             if leaf.shape != shape:
@@ -237,6 +247,6 @@ def _read_params(folder: Path, model: Model, dtype) -> dict[str, Any]:
         )
         raise ModelError(f"the weights in {folder} do not fit their config.json: {shown}")
     if (folder / VALUE_HEAD_FILE).exists():
-        for name, leaf in load_file(folder / VALUE_HEAD_FILE).items():
+        for name, leaf in _tensors([folder / VALUE_HEAD_FILE]):
             set_path(params, f"value_head/{name.replace('.', '/')}", jnp.asarray(leaf, dtype))
     return params

@@ -139,7 +139,7 @@ class Attention(nn.Module):
         q, k, v = heads("query"), heads("key"), heads("value")
         if layer_cache is not None:
             k, v = (
-                jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, 0, index, 0))
+                jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=2)
                 for old, new in zip(layer_cache, (k, v))
             )
         y_BTD = attend(q, k, v, allowed).swapaxes(1, 2).reshape(B, T, c.width)

@@ -48,7 +48,8 @@ def truncate(logits, *, top_k=0, top_p=1.0, min_p=0.0):
     if not _is(top_p, 1.0):
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         enough = lambda tau: jnp.sum(jnp.where(p >= tau, p, 0.0), -1, keepdims=True) >= top_p  # noqa: E731
-        logits = jnp.where(p >= _largest(enough, (*p.shape[:-1], 1)), logits, -jnp.inf)
+        threshold = jnp.minimum(_largest(enough, (*p.shape[:-1], 1)), p.max(-1, keepdims=True))
+        logits = jnp.where(p >= threshold, logits, -jnp.inf)
     if not _is(min_p, 0.0):
         floor = logits.max(-1, keepdims=True) + jnp.log(min_p)
         logits = jnp.where(logits >= floor, logits, -jnp.inf)

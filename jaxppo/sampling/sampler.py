@@ -36,7 +36,7 @@ class Samples(NamedTuple):
 @struct.dataclass
 class _State:
     step: jax.Array  # scalar int32, response tokens written so far
-    logits: jax.Array  # [B, V], for the token to come
+    token: jax.Array  # [B], the newest
     done: jax.Array  # [B] bool
     stop_state: jax.Array  # [B] int32
     samples: Samples
@@ -100,7 +100,8 @@ def sample(
 
     def choose(logits, step):
         """The next token of each row, its log-prob, and how many could have been drawn."""
-        logits = forbid(logits, eos_ids, jnp.broadcast_to(step < min_new_tokens, (B,)))
+        if min_new_tokens:
+            logits = forbid(logits, eos_ids, jnp.broadcast_to(step < min_new_tokens, (B,)))
         if greedy:
             return jnp.argmax(logits, -1).astype(jnp.int32), jnp.zeros(B), None
         logits, kept = scale(logits, temperature), None
@@ -111,31 +112,34 @@ def sample(
         chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
         return token, chosen - jax.nn.logsumexp(logits, axis=-1), kept
 
-    def decode(state: _State) -> _State:
-        token, logprob, kept = choose(state.logits, state.step)
+    def write(state: _State, logits) -> _State:
+        """Draws a token for each row that is not done, and records it."""
+        token, logprob, kept = choose(logits, state.step)
         live = ~state.done
         token = jnp.where(live, token, pad_id)
         put = lambda grid, column: grid.at[:, state.step].set(column)  # noqa: E731
-        samples = state.samples
-        samples = samples._replace(
-            tokens=put(samples.tokens, token),
-            logprobs=put(samples.logprobs, jnp.where(live, logprob, 0.0)),
-            mask=put(samples.mask, live),
-            kept=None if kept is None else put(samples.kept, jnp.where(live, kept, 0)),
-        )
         ends = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) if eos_ids else jnp.zeros(B, bool)
         stop_state = state.stop_state
         if stops is not None:
             stop_state = jnp.asarray(stops.next_state)[stop_state, token]
             ends = ends | (stop_state == stops.matched)
-        samples = samples._replace(ended=samples.ended | (live & ends))
-        done = state.done | ends
-        # the row that has just ended is not fed on: its slot in the cache stays invalid
-        hidden, cache = model.apply(
-            params, token[:, None], mask=(live & ~ends)[:, None], cache=state.cache
+        old = state.samples
+        samples = Samples(
+            tokens=put(old.tokens, token),
+            logprobs=put(old.logprobs, jnp.where(live, logprob, 0.0)),
+            mask=put(old.mask, live),
+            ended=old.ended | (live & ends),
+            kept=None if kept is None else put(old.kept, jnp.where(live, kept, 0)),
         )
-        logits = model.unembed(params, hidden[:, -1])
-        return _State(state.step + 1, logits, done, stop_state, samples, cache)
+        done = state.done | ends
+        return _State(state.step + 1, token, done, stop_state, samples, state.cache)
+
+    def decode(state: _State) -> _State:
+        """Feeds the newest tokens and writes the next. Rows that are done are not fed on."""
+        hidden, cache = model.apply(
+            params, state.token[:, None], mask=~state.done[:, None], cache=state.cache
+        )
+        return write(state.replace(cache=cache), model.unembed(params, hidden[:, -1]))
 
     def unfinished(state: _State):
         return (
@@ -149,9 +153,9 @@ def sample(
         params, prompts, mask=prompt_mask, cache=model.init_cache(B, P, params["tokens"].dtype)
     )
     logits = model.unembed(params, hidden[:, -1])
-    start = _State(
+    empty = _State(
         step=jnp.zeros((), jnp.int32),
-        logits=logits,
+        token=jnp.zeros(B, jnp.int32),
         done=jnp.zeros(B, bool),
         stop_state=jnp.zeros(B, jnp.int32),
         samples=Samples(
@@ -161,9 +165,9 @@ def sample(
             ended=jnp.zeros(B, bool),
             kept=jnp.zeros((B, N), jnp.int32) if truncated else None,
         ),
-        cache=cache.grown(P + N),
+        cache=cache.grown(P + N - 1),  # the last token is drawn, not fed
     )
-    return jax.lax.while_loop(unfinished, decode, start).samples
+    return jax.lax.while_loop(unfinished, decode, write(empty, logits)).samples
 
 
 def is_truncating(*, top_k=0, top_p=1.0, min_p=0.0) -> bool:

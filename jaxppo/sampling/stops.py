@@ -52,7 +52,8 @@ def stop_table(tokenizer, stop_sequences, vocab_size: int) -> StopTable | None:
 
 def token_bytes(tokenizer) -> dict[int, bytes]:
     """What each token writes, in bytes; nothing for special tokens."""
-    special = set(tokenizer.all_special_ids)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     kind = _decoder_kind(tokenizer)
     written = {}
     for token, i in tokenizer.get_vocab().items():

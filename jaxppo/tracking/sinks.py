@@ -59,7 +59,7 @@ def combine(sinks: Iterable[Sink]) -> Sink:
     return Sink(write, samples, close)
 
 
-def json_lines(folder: str | Path, *, resume_step: int | None) -> Sink:
+def json_lines(folder: str | Path, *, resume_step: int | None, evaluated: bool = True) -> Sink:
     """Writes `metrics.jsonl`, `timing.jsonl` and `samples.jsonl` into a folder.
 
     A row is one line of ASCII, an object with "step" first, then the figures by name, written and
@@ -71,6 +71,8 @@ def json_lines(folder: str | Path, *, resume_step: int | None) -> Sink:
       folder: made if need be.
       resume_step: rows of later steps, and a torn last line, are removed first, for the resumed
         run writes them again. None: a new run; what the files held is removed.
+      evaluated: False says that the evaluation at `resume_step` is to come, again perhaps: what it
+        wrote, the samples and all but the first row of the step, is removed as well.
 
     Raises:
       TrackerError: a file to be resumed is damaged elsewhere than in its last line.
@@ -82,7 +84,7 @@ def json_lines(folder: str | Path, *, resume_step: int | None) -> Sink:
     with ExitStack() as stack:
         for name in _FILES:
             path = folder / f"{name}.jsonl"
-            _keep_until(path, resume_step)
+            _keep_until(path, resume_step, None if evaluated else int(name != "samples"))
             files[name] = stack.enter_context(path.open("ab"))
             stack.callback(_sync, files[name])
         close = stack.pop_all().close
@@ -270,12 +272,21 @@ def _whole_lines(file) -> Iterator[tuple[bytes, dict]]:
         yield line, row
 
 
-def _keep_until(path: Path, step: int | None) -> None:
-    """Removes rows of later steps (None: all rows), atomically; makes the file if there is none."""
+def _keep_until(path: Path, step: int | None, most: int | None) -> None:
+    """Removes rows of later steps (None: all rows) and those of this step beyond the first `most`.
+
+    It does so atomically, and makes the file if there is none.
+    """
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as new:
         if step is not None and path.exists():
+            found = 0
             with path.open("rb") as old:
-                new.writelines(line for line, row in _whole_lines(old) if row["step"] <= step)
+                for line, row in _whole_lines(old):
+                    found += row["step"] == step
+                    if row["step"] < step or (
+                        row["step"] == step and (most is None or found <= most)
+                    ):
+                        new.write(line)
         _sync(new)
     os.replace(part, path)
