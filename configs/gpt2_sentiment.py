@@ -29,7 +29,7 @@ def get_config(arg=None):
         return config
     config.train.update(
         seq_length=64,
-        epochs=30,
+        epochs=60,
         total_steps=10_000,
         batch_size=64,
         eval_interval=80,
@@ -42,7 +42,7 @@ def get_config(arg=None):
         chunk_size=128,
         ppo_epochs=4,
         init_kl_coef=0.02,
-        target=12.0,
+        target=15.0,
         horizon=2000,
     )
     config.method.gen_kwargs.max_new_tokens = 24

@@ -341,7 +341,7 @@ def make_classifier(out: Path, lm_steps: int, steps: int) -> None:
         def loss(params):
             noisy = jnp.where(drop, (tokens * 7919 + 13) % VOCABULARY, tokens)
             logits = model.score(params, noisy, mask)
-            soft = optax.smooth_labels(jax.nn.one_hot(label, 2), 0.1)
+            soft = optax.smooth_labels(jax.nn.one_hot(label, 2), 0.05)
             return optax.softmax_cross_entropy(logits, soft).mean()
 
         value, grads = jax.value_and_grad(loss)(params)

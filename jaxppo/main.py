@@ -62,8 +62,9 @@ def _parse(argv: list[str]) -> tuple[ConfigDict | None, ModuleType | None]:
             raise ConfigError(f"{left[1]!r} is not a flag; options are set as --config.name=value")
         if values.config is None:
             raise ConfigError("no config; give one, such as --config=configs/gpt2_sentiment.py")
-    except FileNotFoundError as error:
-        raise ConfigError(f"config file {error.filename or error} does not exist") from None
+    except OSError as error:  # an override of a config that could not be loaded
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ConfigError(f"the config can't be loaded: {reason}") from error
     except flags.Error as error:
         raise ConfigError(_reason(error)) from None
     except ConfigError:
@@ -76,7 +77,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict | None, ModuleType | None]:
         raise ConfigError(f"the config file can't be used, it raised {reason}") from error
     finally:
         sys.argv = before
-    filename, _, variant = config_flags.get_config_filename(values["config"]).partition(":")
+    filename, variant = _config_file(values)
     module = _module(filename)
     config = configs.make_config(values.config)
     if values.workdir:
@@ -95,9 +96,15 @@ def _reason(error: flags.Error) -> str:
     return last.split("ConfigError: ")[-1] if "ConfigError: " in last else f"{first} {last}"
 
 
+def _config_file(values: flags.FlagValues) -> tuple[str, str]:
+    """The file that --config names, and the argument after its colon."""
+    filename, _, variant = config_flags.get_config_filename(values["config"]).partition(":")
+    if not Path(filename).is_file():
+        raise ConfigError(f"config file {filename} does not exist")
+    return filename, variant
+
+
 def _module(path: str) -> ModuleType:
-    if not Path(path).is_file():
-        raise ConfigError(f"config file {path} does not exist")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

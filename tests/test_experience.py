@@ -333,6 +333,10 @@ def test_advantages_by_hand():
             "rollout/advantage_mean": (a0 + a1 + a2 + b0) / 4,
             "rollout/advantage_std": np.sqrt((a0**2 + a1**2 + a2**2 + b0**2) / 4),
         }
+        for name, x in (("old_values", [0.1, 0.2, 0.3, 0.5]), ("returns", None)):
+            x = np.asarray(batch.returns)[np.asarray(batch.mask)] if x is None else np.asarray(x)
+            expected |= {f"{name}/mean": x.mean(), f"{name}/std": x.std()}
+            expected |= {f"{name}/min": x.min(), f"{name}/max": x.max()}
         assert metrics.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_allclose(metrics[name], value, rtol=1e-10, err_msg=name)

@@ -94,7 +94,7 @@ def test_config_files_are_refused(tmp_path, capfd):
     call = lambda *arguments: (main(["jaxppo", *arguments]), *capfd.readouterr())  # noqa: E731
     missing = f"--config={tmp_path}/none.py"
     assert says(call(missing), 2, "none.py does not exist")
-    assert says(call(missing, "--config.train.seed=3"), 2, "none.py does not exist")
+    assert says(call(missing, "--config.train.seed=3"), 2, "can't be loaded", "none.py")
     assert says(call(), 2, "no config", "--config=")
     file = tmp_path / "half.py"
     file.write_text(CONFIG.partition("def make_task")[0].format(reward="return 1"))

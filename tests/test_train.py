@@ -438,8 +438,6 @@ def test_training_stops_at_figures_that_are_not_finite(model_path, tmp_path, cap
 
 def test_calls_without_what_is_needed_are_refused(model_path, tmp_path):
     config = make_tiny_config(tmp_path / "run")
-    with pytest.raises(ConfigError, match="no prompts"):
-        train(model_path, letter_share, config=config)
     with pytest.raises(ConfigError, match="no reward function"):
         train(model_path, prompts=PROMPTS, config=config)
     with pytest.raises(ConfigError, match=r"model\.model_path is not set"):

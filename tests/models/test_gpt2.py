@@ -193,7 +193,9 @@ def test_tokens_see_nothing_to_their_right(double):
     changed = rows[0].copy()
     changed[4] = (changed[4] + 1) % 37
     with jax.enable_x64(True):
-        one, two = (np.asarray(jax.jit(model.logits)(params, x[None]))[0] for x in (rows[0], changed))
+        one, two = (
+            np.asarray(jax.jit(model.logits)(params, x[None]))[0] for x in (rows[0], changed)
+        )
     np.testing.assert_array_equal(one[:4], two[:4])
     assert (np.abs(one[4:] - two[4:]).max(-1) > 1e-3).all()  # and everything to their left
 

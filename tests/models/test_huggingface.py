@@ -85,9 +85,7 @@ def test_checkpoints_of_other_dtypes_load_as_float32(folder, kind):
     assert_trees_equal(params, rounded)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(jnp.bfloat16, "bfloat16"), (jnp.float16, "float16")]
-)
+@pytest.mark.parametrize(("dtype", "name"), [(jnp.bfloat16, "bfloat16"), (jnp.float16, "float16")])
 def test_parameters_of_other_dtypes_are_exported_as_they_are(tmp_path, dtype, name):
     model, params, _ = load_pretrained(GOLDEN, dtype=dtype)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
@@ -291,14 +289,18 @@ def test_a_value_head_lies_beside_the_model(tmp_path, kind):
 
 def test_saving_without_a_value_head_removes_the_old_one(tmp_path):
     model, params = tiny_model()
-    save_pretrained(tmp_path, model, dict(params, value_head=init_value_head(jax.random.key(3), 16)))
+    save_pretrained(
+        tmp_path, model, dict(params, value_head=init_value_head(jax.random.key(3), 16))
+    )
     save_pretrained(tmp_path, model, params)
     assert "value_head" not in load_pretrained(tmp_path)[1]
 
 
 def test_a_torn_value_head_is_refused(tmp_path):
     model, params = tiny_model()
-    save_pretrained(tmp_path, model, dict(params, value_head=init_value_head(jax.random.key(3), 16)))
+    save_pretrained(
+        tmp_path, model, dict(params, value_head=init_value_head(jax.random.key(3), 16))
+    )
     file = tmp_path / "value_head.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ModelError, match=r"value_head\.safetensors can't be read"):

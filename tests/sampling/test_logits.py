@@ -33,7 +33,7 @@ def kept_by_sorting(logits, top_k, top_p, min_p):
         kept &= x >= np.sort(x)[-top_k]
     p = softmax(np.where(kept, x, -np.inf))
     total, last = 0.0, 0.0
-    for last in np.sort(p)[::-1]:  # noqa: B007 (used below)
+    for last in np.sort(p)[::-1]:
         total += last
         if total >= top_p - 1e-6:
             break
@@ -58,7 +58,9 @@ rows = st.lists(logit, min_size=V, max_size=V).filter(lambda x: max(x) > -np.inf
 )
 def test_truncation_keeps_what_sorting_keeps(row, top_k, top_p, min_p):
     logits = np.array(row, np.float32)
-    result, count = truncate_by(top_k)(logits[None], top_p=np.float32(top_p), min_p=np.float32(min_p))
+    result, count = truncate_by(top_k)(
+        logits[None], top_p=np.float32(top_p), min_p=np.float32(min_p)
+    )
     expected = kept_by_sorting(logits, top_k, top_p, min_p)
     np.testing.assert_array_equal(result[0], np.where(expected, logits, -np.inf))
     assert count.dtype == jnp.int32
@@ -168,7 +170,9 @@ def test_is_truncating(options, expected):
 LAST = np.float32(1) - np.float32(2**-24)  # the largest uniform number
 
 
-@pytest.mark.parametrize(("vocab", "row_count"), [(1, 7), (2, 200), (37, 2000), (1000, 500), (50257, 8)])
+@pytest.mark.parametrize(
+    ("vocab", "row_count"), [(1, 7), (2, 200), (37, 2000), (1000, 500), (50257, 8)]
+)
 def test_draw_inverts_the_cumulative_distribution(vocab, row_count):
     rng = np.random.default_rng(vocab)
     logits = (rng.normal(size=(row_count, vocab)) * 3).astype(np.float32)
@@ -210,7 +214,9 @@ def test_draw_of_a_single_possible_token():
     logits = np.full((37, 37), -np.inf, np.float32)
     np.fill_diagonal(logits, -5.0)
     for u in (0, 0.3, LAST):
-        np.testing.assert_array_equal(jax.jit(draw)(logits, np.full(37, u, np.float32)), np.arange(37))
+        np.testing.assert_array_equal(
+            jax.jit(draw)(logits, np.full(37, u, np.float32)), np.arange(37)
+        )
 
 
 def test_rounding_never_draws_a_token_without_probability():

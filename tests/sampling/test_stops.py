@@ -15,7 +15,20 @@ PIECES = [
     *(E_ACUTE, b"a" + E_ACUTE[:1], E_ACUTE[1:] + b"b", SMILE[:2], SMILE[2:], SMILE),
 ]
 PIECES = list(dict.fromkeys(PIECES))
-WORDS = ["\u2581", "a", "b", "\u2581a", "ab", "ba", "\n\n", "b\u2581a", "é", "éb", "😀", "\u2581\u2581"]
+WORDS = [
+    "\u2581",
+    "a",
+    "b",
+    "\u2581a",
+    "ab",
+    "ba",
+    "\n\n",
+    "b\u2581a",
+    "é",
+    "éb",
+    "😀",
+    "\u2581\u2581",
+]
 
 BYTE_LEVEL = byte_level_tokenizer(PIECES, added=("<|plain added|>",))
 EOS = len(PIECES)
@@ -83,8 +96,7 @@ def test_byte_level_stops_are_found_as_text_search_finds_them(tokens, stops):
 def test_byte_fallback_stops_are_found_as_text_search_finds_them(tokens, stops):
     spelled = [word.replace("\u2581", " ").encode() for word in WORDS]
     written = [
-        bytes([t]) if t < 256 else spelled[t - 256] if t < 256 + len(WORDS) else b""
-        for t in tokens
+        bytes([t]) if t < 256 else spelled[t - 256] if t < 256 + len(WORDS) else b"" for t in tokens
     ]
     hits = [
         any(stop.encode() in b"".join(written[: n + 1]) for stop in stops)
