@@ -341,7 +341,7 @@ def make_classifier(out: Path, lm_steps: int, steps: int) -> None:
         def loss(params):
             noisy = jnp.where(drop, (tokens * 7919 + 13) % VOCABULARY, tokens)
             logits = model.score(params, noisy, mask)
-            soft = optax.smooth_labels(jax.nn.one_hot(label, 2), 0.05)
+            soft = optax.smooth_labels(jax.nn.one_hot(label, 2), 0.1)
             return optax.softmax_cross_entropy(logits, soft).mean()
 
         value, grads = jax.value_and_grad(loss)(params)
@@ -445,7 +445,7 @@ def main() -> None:
     stages = ["tokenizer", "lm", "classifier", "prompts", "report", "install"]
     parser.add_argument("stages", nargs="+", choices=stages)
     parser.add_argument("--out", type=Path, default=Path("runs/assets"))
-    parser.add_argument("--lm-steps", type=int, default=6000)
+    parser.add_argument("--lm-steps", type=int, default=5500)
     parser.add_argument("--trunk-steps", type=int, default=4000)
     parser.add_argument("--classifier-steps", type=int, default=2500)
     args = parser.parse_args()

@@ -145,16 +145,15 @@ def test_gradients_do_not_depend_on_padding(wanted, left, right, pad_id):
         assert_same(update(widened(ragged_rollout(), left, right, pad_id)), wanted)
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 7}, {"chunk_size": 1000}, {"chunk_size": 1}])
-def test_gradients_do_not_depend_on_the_chunks_of_the_head(wanted, options):
+@pytest.mark.parametrize("chunk_size", [1, 7])
+def test_gradients_do_not_depend_on_the_chunks_of_the_head(wanted, chunk_size):
     with jax.enable_x64(True):
-        assert_same(update(ragged_rollout(), **options), wanted)
+        assert_same(update(ragged_rollout(), chunk_size=chunk_size), wanted)
 
 
-@pytest.mark.parametrize("micro", [1, 4])
-def test_gradients_do_not_depend_on_micro_batches(wanted, micro):
+def test_gradients_do_not_depend_on_micro_batches(wanted):
     with jax.enable_x64(True):
-        assert_same(update(ragged_rollout(), minibatch_size=micro), wanted)
+        assert_same(update(ragged_rollout(), minibatch_size=4), wanted)
 
 
 def test_the_whole_update_is_finite_and_moves_every_parameter(wanted):
@@ -170,8 +169,7 @@ def test_the_whole_update_is_finite_and_moves_every_parameter(wanted):
 
 TRANSFORMS = [
     {"temperature": 0.7},
-    {"temperature": 1.0},
-    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 1.0, "top_k": 5},
     {"temperature": 0.7, "top_p": 0.8, "min_new_tokens": 2},
     {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
 ]

@@ -19,7 +19,7 @@ import helpers_train
 def get_config(arg=None):
     config = helpers_train.make_tiny_config("unset", train__total_steps=4)
     if arg:
-        config.method.gen_kwargs.max_new_tokens = int(arg)
+        config.train.log_samples = int(arg)
     return config
 
 
@@ -43,7 +43,9 @@ def model_path(tmp_path_factory):
 def run(tmp_path, capfd, model_path):
     """Writes a config file, runs it, and returns exit code, standard output and error."""
 
-    def run(*arguments, prompts=("ab", "c"), reward="return [1.0] * len(outputs)", model=None):
+    def run(
+        *arguments, prompts=helpers_train.PROMPTS, reward="return [1.0] * len(outputs)", model=None
+    ):
         file = tmp_path / "config.py"
         model = str(model_path if model is None else model)
         file.write_text(CONFIG.format(prompts=list(prompts), reward=reward, model=model))
@@ -119,8 +121,8 @@ def test_tasks_are_refused_before_the_run_folder_is_made(run, tmp_path, options,
     ("reward", "parts"),
     [
         ("raise KeyError('label')", ["reward function score raised KeyError: 'label'"]),
-        ("return [1.0]", ["returned 1 values for 2 samples"]),
-        ("return [1.0, float('nan')]", ["score returned nan for sample 1", "must be finite"]),
+        ("return [1.0]", ["returned 1 values for 10 samples"]),
+        ("return [1.0, float('nan')] * 5", ["score returned nan for sample 1", "must be finite"]),
         ("return None", ["score returned a NoneType"]),
     ],
 )
@@ -146,7 +148,9 @@ def test_help(capfd, flag):
 def test_a_whole_run_in_a_process_of_its_own(tmp_path, model_path):
     file = tmp_path / "config.py"
     reward = "return helpers_train.letter_share(outputs)"
-    file.write_text(CONFIG.format(prompts=["ab", "c"], reward=reward, model=str(model_path)))
+    file.write_text(
+        CONFIG.format(prompts=helpers_train.PROMPTS, reward=reward, model=str(model_path))
+    )
     paths = [str(Path(helpers_train.__file__).parent), str(Path(__file__).parents[1])]
     command = [sys.executable, "-m", "jaxppo.main", f"--config={file}:5"]
     command += [f"--workdir={tmp_path / 'run'}", "--config.train.seed=3"]
@@ -160,4 +164,4 @@ def test_a_whole_run_in_a_process_of_its_own(tmp_path, model_path):
     assert "value_head" in params
     text = (tmp_path / "run/config.json").read_text()
     assert '"seed": 3' in text
-    assert '"max_new_tokens": 5' in text
+    assert '"log_samples": 5' in text

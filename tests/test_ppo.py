@@ -127,7 +127,7 @@ def rows_by_step(B, key=0, **options):
 
 @pytest.mark.parametrize(
     ("B", "size", "micro", "epochs"),
-    [(8, 4, None, 1), (8, 4, 2, 3), (10, 4, None, 2), (10, 4, 3, 2), (3, 8, None, 2), (5, 5, 1, 1)],
+    [(8, 4, 2, 3), (10, 4, None, 2), (10, 4, 3, 2), (3, 8, None, 2), (5, 5, 1, 1)],
 )
 def test_every_epoch_uses_each_sample_once(B, size, micro, epochs):
     rows, state, metrics = rows_by_step(B, batch_size=size, minibatch_size=micro, ppo_epochs=epochs)
@@ -178,14 +178,13 @@ def whole():
         return run(make_batch())
 
 
-@pytest.mark.parametrize("micro", [1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize("micro", [1, 3, 5, 16])
 def test_micro_batches_change_nothing(whole, micro):
     with jax.enable_x64(True):
         assert_same(run(make_batch(), minibatch_size=micro), whole)
 
 
-@pytest.mark.parametrize("micro", [None, 3])
-@pytest.mark.parametrize("filling", [0.0, np.nan, np.inf])
+@pytest.mark.parametrize(("micro", "filling"), [(None, 0.0), (None, np.inf), (3, np.nan)])
 def test_padding_changes_nothing(whole, micro, filling):
     with jax.enable_x64(True):
         batch = make_batch()
