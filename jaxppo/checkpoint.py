@@ -6,6 +6,7 @@ saves leaves the checkpoint before intact.
 
 import shutil
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import jax
@@ -84,7 +85,8 @@ def restore(folder: str | Path, step: int, like: Any) -> tuple[Any, dict]:
                 ),
             )
     except Exception as error:  # Orbax and TensorStore raise many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = str(error).strip() or type(error).__name__
+        reason = shorten(text.splitlines()[0], 200)  # Orbax lists every tensor there is
         raise CheckpointError(
             f"checkpoint {Path(folder) / str(step)} can't be read: {reason}; it is damaged or "
             "belongs to another model or configuration: choose another --workdir or remove it"

@@ -121,7 +121,7 @@ def assert_same(a, b, tolerance=1e-10):
 @pytest.fixture(scope="module")
 def wanted():
     with jax.enable_x64(True):
-        return update(ragged_rollout())
+        return jax.device_get(update(ragged_rollout()))
 
 
 def widened(rollout, left, right, pad_id):

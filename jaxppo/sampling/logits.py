@@ -96,8 +96,8 @@ def draw(logits, uniform):
 def _first_above(ends, masses, target):
     """The first index with mass whose cumulative end exceeds the target, else the last with mass.
 
-    A parallel cumulative sum rounds each end on its own, so ends may rise by a rounding error
-    where the mass is 0, and a target may fall there: the end alone does not tell.
+    The ends alone do not tell: depending on how XLA fuses and sums, rounding may leave a target
+    just below 0, before a first token without mass, or let ends rise where the mass is 0.
     """
     inside = (ends > target[:, None]) & (masses > 0)
     last = masses.shape[-1] - 1 - jnp.argmax(masses[:, ::-1] > 0, axis=-1)

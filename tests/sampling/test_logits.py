@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxppo.sampling import draw, forbid, is_truncating, keep_most_probable, scale, truncate
+from jaxppo.sampling.logits import _first_above
 
 V = 11
 
@@ -220,7 +221,7 @@ def test_draw_of_a_single_possible_token():
 
 
 def test_rounding_never_draws_a_token_without_probability():
-    """Targets within three roundings of the ends, where sums of zeros may differ by a bit."""
+    """Targets within three roundings of the ends, where a careless comparison slips."""
     rng = np.random.default_rng(0)
     row_count, vocab = 512, 1024
     compiled = jax.jit(draw)
@@ -236,6 +237,21 @@ def test_rounding_never_draws_a_token_without_probability():
         uniform = np.clip(bits.view(np.float32), 0, LAST)
         tokens = np.asarray(compiled(logits, uniform))
         assert (p[index, tokens] > 0).all()
+
+
+def test_rounded_targets_and_sums_find_a_token_with_mass():
+    """What other devices' fusions and parallel sums may hand over, by hand."""
+    masses = jnp.array([[0.0, 0.0, 2.0, 0.0, 1.0, 0.0]])
+    up, down = np.nextafter(np.float32(2), [3, 1], dtype=np.float32)
+    for ends, target, expected in [
+        ([0, 0, 2, 2, 3, 3], -1e-7, 2),  # below the start
+        ([0, 0, 2, 2, 3, 3], 2.0, 4),
+        ([0, 0, 2, up, 3, 3], 2.0, 4),  # the end rises without mass
+        ([0, 0, 2, down, 3, 3], down, 2),  # and falls
+        ([0, 0, 2, 2, 3, 3], 3.0, 4),  # beyond the total
+    ]:
+        found = _first_above(jnp.array([ends], jnp.float32), masses, jnp.array([target]))
+        assert found[0] == expected
 
 
 def test_frequencies_are_the_probabilities():
