@@ -1,7 +1,7 @@
 r"""Draws reward and KL of a finished run as an SVG, the picture in the README.
 
-    pip install matplotlib
-    python experiments/draw_curve.py runs/gpt2_sentiment docs/gpt2_sentiment.svg
+pip install matplotlib
+python experiments/draw_curve.py runs/gpt2_sentiment docs/gpt2_sentiment.svg
 """
 
 import sys
