@@ -45,7 +45,8 @@ def get_config(arg=None):
         target=15.0,
         horizon=2000,
     )
-    config.method.gen_kwargs.max_new_tokens = 24
+    # at least 12 tokens, or the policy learns to say "great." and stop
+    config.method.gen_kwargs.update(max_new_tokens=24, min_new_tokens=12)
     return config
 
 

@@ -39,16 +39,18 @@ def take(prompts: Prompts, indices: Iterable[int]) -> Prompts:
     )
 
 
-def encode(tokenizer, text: str) -> list[int]:
+def encode(tokenizer, text: str, *, sets_bos: bool | None = None) -> list[int]:
     """Tokenises a text that a model is to continue.
 
     It begins with exactly one BOS token if the tokenizer sets one, whether or not the text (a
     rendered chat template, say) holds it already, and no EOS or separator is put behind it.
+    `sets_bos` says whether the tokenizer sets one; None finds it out, as costly as a short prompt.
     """
     ids = _encode(tokenizer, text, special=False)
-    bos = tokenizer.bos_token_id
-    if bos is not None and _encode(tokenizer, "a", special=True)[:1] == [bos] and ids[:1] != [bos]:
-        ids = [bos, *ids]
+    if sets_bos is None:
+        sets_bos = _sets_bos(tokenizer)
+    if sets_bos and ids[:1] != [tokenizer.bos_token_id]:
+        ids = [tokenizer.bos_token_id, *ids]
     return ids
 
 
@@ -67,14 +69,21 @@ def prepare(
     Raises:
       PromptError: there are none, or one can't be used; it is named by its number.
     """
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not np.iterable(prompts):
         raise PromptError(f"prompts is one {_kind(prompts)}; pass a list of them")
+    if truncate not in (None, "left", "right"):
+        raise PromptError(f"truncate is {truncate!r}; it must be 'left', 'right' or None")
+    if max_tokens < 1:
+        raise PromptError(f"max_tokens is {max_tokens}, which leaves no room for a prompt")
     prompts = list(prompts)
     if not prompts:
         raise PromptError("the list of prompts is empty; give at least one")
     keys = set(prompts[0]) if isinstance(prompts[0], Mapping) else None
     if clash := sorted((keys or set()) & set(RESERVED)):
         raise PromptError(f"the column {clash[0]!r} has the name of a reward function's argument")
+    if odd := [key for key in keys or () if not isinstance(key, str)]:
+        raise PromptError(f"the column {odd[0]!r} is no keyword; name columns with strings")
+    sets_bos = _sets_bos(tokenizer)
     texts, ids = [], []
     columns: dict[str, list] = {key: [] for key in prompts[0] if key != "prompt"} if keys else {}
     for number, prompt in enumerate(prompts):
@@ -94,7 +103,7 @@ def prepare(
         text = _render(tokenizer, prompt, number)
         texts.append(text)
         try:
-            row = encode(tokenizer, text)
+            row = encode(tokenizer, text, sets_bos=sets_bos)
         except PromptError as error:
             raise PromptError(f"prompt {number} {error}") from None
         if not row and tokenizer.bos_token_id is not None:
@@ -151,7 +160,13 @@ def decode_outputs(
 
     Prompt and response are decoded together, since some tokenizers drop the space in front of a
     text. The text is cut at the first stop string in it; the ids stay as they were sampled.
+
+    Raises `PromptError` for a stop string that is empty, and for one that stands in no list.
     """
+    if isinstance(stop_sequences, str):
+        raise PromptError(f"stop_sequences is one string; pass a list, [{stop_sequences!r}]")
+    if "" in stop_sequences:
+        raise PromptError("a stop sequence is empty, so every output would be too; leave it out")
     outputs = []
     for prompt, response in zip(prompts, responses):
         before = _decode(tokenizer, prompt)
@@ -160,6 +175,17 @@ def decode_outputs(
         stops = [at for stop in stop_sequences if (at := text.find(stop)) >= 0]
         outputs.append(text[: min(stops)].rstrip() if stops else text)
     return outputs
+
+
+def _sets_bos(tokenizer) -> bool:
+    """Whether the tokenizer itself begins a text with a BOS token.
+
+    Its ids are compared with those of the text alone, since an unknown text may be a BOS token:
+    one token often serves as both.
+    """
+    bare, whole = (_encode(tokenizer, "a", special=special) for special in (False, True))
+    bos = tokenizer.bos_token_id
+    return bos is not None and whole[: len(bare) + 1] == [bos, *bare]
 
 
 def _encode(tokenizer, text: str, *, special: bool) -> list[int]:
@@ -178,8 +204,10 @@ def _decode(tokenizer, ids: np.ndarray) -> str:
 
 def _render(tokenizer, prompt: Any, number: int) -> str:
     """The text of a prompt: a string as it is, a chat through the tokenizer's template."""
+    if isinstance(prompt, np.ndarray):  # chats out of parquet files come so
+        prompt = prompt.tolist()
     if isinstance(prompt, str):
-        return prompt
+        return str(prompt)  # numpy's strings are strings, but show themselves otherwise
     is_chat = isinstance(prompt, Sequence) and all(
         isinstance(turn, Mapping) and {"role", "content"} <= set(turn) for turn in prompt
     )

@@ -92,6 +92,37 @@ def test_a_tokenizer_that_sets_no_bos_gets_none():
     assert encode(byte_level(bos_token=None), "hi") == list(ids_of(PLAIN, "hi"))
 
 
+def test_an_unknown_word_that_is_the_bos_token_too_is_no_bos_set():
+    # such as GPT-2's: one token is BOS, EOS and unknown; "a" alone encodes to it
+    vocab = {"<b>": 0, "hi": 1}
+    for added, bos in (("$A", []), ("<b> $A", [0])):
+        inner = Tokenizer(models.WordLevel(vocab, "<b>"))
+        inner.pre_tokenizer = pre_tokenizers.Whitespace()
+        inner.post_processor = processors.TemplateProcessing(
+            single=added, special_tokens=[("<b>", 0)]
+        )
+        names = dict.fromkeys(("unk_token", "bos_token", "eos_token", "pad_token"), "<b>")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+        assert encode(tokenizer, "hi") == [*bos, 1]
+        assert list(prepare(["hi"], tokenizer, max_tokens=4).ids[0]) == [*bos, 1]
+
+
+def test_whether_a_bos_is_set_is_found_out_once_not_for_each_prompt():
+    calls = []
+
+    class Counting(PreTrainedTokenizerFast):
+        def __call__(self, text, **options):
+            calls.append(text)
+            return super().__call__(text, **options)
+
+    tokenizer = Counting(
+        tokenizer_object=WITH_BOS.backend_tokenizer, bos_token="<s>", eos_token="</s>"
+    )
+    prepare(["hi", "ho", "he"], tokenizer, max_tokens=4)
+    assert [text for text in calls if text != "a"] == ["hi", "ho", "he"]
+    assert calls.count("a") == 2  # with and without special tokens
+
+
 def test_a_separator_is_not_put_behind_a_prompt():
     assert bert_like()("hi you")["input_ids"] == [1, 3, 4, 2]
     assert encode(bert_like(), "hi you") == [3, 4]
@@ -137,7 +168,17 @@ def test_a_dict_holds_a_chat_too():
     assert found.columns == {"key": [7]}
 
 
+def test_a_chat_in_a_numpy_array_is_one_too():
+    # what pandas makes of a parquet file's lists
+    turns = np.array([{"role": "user", "content": "u"}], object)
+    found = prepare([{"prompt": turns}], byte_level(chat_template=CHAT), max_tokens=20)
+    assert found.texts == ["u:u;a:"]
+
+
 REFUSALS = {
+    "None instead of a list": (None, "prompts is one NoneType"),
+    "a number instead of a list": (5, "prompts is one int"),
+    "a column without a name": ([{"prompt": "a", 1: 2}], "the column 1 is no keyword"),
     "one string": ("abc", "one str"),
     "a dict of lists": ({"prompt": ["a", "b"]}, "one dict"),
     "nothing": ([], "empty"),
@@ -164,6 +205,19 @@ def test_what_is_no_prompt_is_named(prompts, message):
         prepare(prompts, PLAIN, max_tokens=20)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 4, "truncate": "middle"}, "truncate is 'middle'"),
+        ({"max_tokens": 4, "truncate": True}, "truncate is True"),
+        ({"max_tokens": 0, "truncate": "right"}, "max_tokens is 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(PromptError, match=message):
+        prepare(["abcdef"], WITH_BOS, **options)
+
+
 @pytest.mark.parametrize("name", ["samples", "prompts", "outputs", "tokenizer"])
 def test_columns_with_the_name_of_an_argument_are_refused(name):
     with pytest.raises(PromptError, match=f"'{name}'"):
@@ -188,6 +242,7 @@ def test_any_sequence_of_prompts_will_do(make):
     assert found.texts == ["ab", "é"]
     assert [len(x) for x in found.ids] == [2, 2]
     assert all(x.dtype == np.int32 for x in found.ids)
+    assert {type(x) for x in found.texts} == {str}  # numpy's own would show as np.str_('ab')
 
 
 def test_prompts_too_long_are_refused_with_the_remedy_or_cut_on_a_side():
@@ -297,6 +352,16 @@ def test_outputs_are_cut_at_the_earliest_stop_string():
     assert decode_outputs(PLAIN, prompts, responses) == texts
     for now, then in zip(responses, before):
         np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.parametrize(
+    ("stops", "message"),
+    [(["STOP", ""], "a stop sequence is empty"), ("STOP", r"one string; pass a list, \['STOP'\]")],
+)
+def test_stop_strings_that_would_cut_everything_are_refused(stops, message):
+    a = [ids_of(PLAIN, "a")]
+    with pytest.raises(PromptError, match=message):
+        decode_outputs(PLAIN, a, a, stops)
 
 
 def test_a_character_cut_in_the_middle_is_marked_and_harms_nothing():

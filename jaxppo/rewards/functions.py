@@ -5,12 +5,12 @@ or an odd result is an error that names the function and the sample, never a sil
 """
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -52,7 +52,9 @@ def call_reward(
 
     Args:
       fn: returns a number a sample, or a list of numbers a sample: one a response token from the
-        first on, the rest 0. Of the keywords it is given those that it takes.
+        first on, the rest 0. Of the keywords it is given those that it takes, except what a
+        `functools.partial` has bound; if it takes none, the samples by position. It gets copies
+        of the lists.
       samples, prompts, outputs: `B` strings each; a sample is prompt and output together.
       tokenizer: passed on.
       columns: further keyword arguments, `B` values each.
@@ -64,8 +66,8 @@ def call_reward(
         than there are tokens.
     """
     name = f"the reward function {function_name(fn)}"
-    given = {"samples": samples, "prompts": prompts, "outputs": outputs, "tokenizer": tokenizer}
-    values = _sequence(_call(fn, name, {**given, **columns}), name, len(samples))
+    given = {"samples": samples, "prompts": prompts, "outputs": outputs, **columns}
+    values = _sequence(_call(fn, name, given, tokenizer), name, len(samples))
     grid = np.zeros((len(samples), width), np.float32)
     totals = np.zeros(len(samples), np.float32)
     dense = [_is_list(_plain(value)) for value in values]
@@ -80,8 +82,8 @@ def call_reward(
             return f"{name} returned {found} for sample {i}, {_snippet(samples[i])}"
 
         scores = _numbers(value, said, axes=any(dense))
-        with np.errstate(over="ignore"):
-            total = scores.sum()
+        with np.errstate(over="ignore", invalid="ignore"):  # looked for below
+            scores, total = scores.astype(np.float32), scores.sum().astype(np.float32)
         if not np.isfinite([*scores.flat, total]).all():
             bad = next(x for x in (*scores.flat, total) if not np.isfinite(x))
             raise RewardError(said(bad) + "; scores must be finite")
@@ -110,8 +112,8 @@ def call_metric(
       RewardError: the function raised, or returned something else; the metric is named.
     """
     name = f"the metric function {function_name(fn)}"
-    given = {"samples": samples, "prompts": prompts, "outputs": outputs, "tokenizer": tokenizer}
-    found = _call(fn, name, {**given, **columns})
+    given = {"samples": samples, "prompts": prompts, "outputs": outputs, **columns}
+    found = _call(fn, name, given, tokenizer)
     if not isinstance(found, Mapping):
         raise RewardError(f"{name} returned a {type(found).__name__}, not a dict of metrics")
     metrics: dict[str, list[float] | float] = {}
@@ -130,14 +132,19 @@ def call_metric(
     return metrics
 
 
-def _call(fn: Callable, name: str, keywords: dict[str, Any]) -> Any:
-    """Calls a function with those keywords that it takes; awaits what has to be awaited."""
-    args, accepted = _arguments(fn, keywords)
+def _call(fn: Callable, name: str, lists: dict[str, Sequence], tokenizer: Any) -> Any:
+    """Calls a function with those keywords that it takes; awaits what has to be awaited.
+
+    The lists are copies: a function that sorts or empties its own does no harm to the caller's.
+    """
+    copies = {key: list(values) for key, values in lists.items()}
+    args, accepted = _arguments(fn, {**copies, "tokenizer": tokenizer})
     try:
         result = fn(*args, **accepted)
         return _wait(result) if inspect.isawaitable(result) else result
     except Exception as error:
-        raise RewardError(f"{name} raised {type(error).__name__}: {error}") from error
+        text = " ".join([f"{type(error).__name__}:", *str(error).split()])  # on one line
+        raise RewardError(f"{name} raised {text.removesuffix(':')}") from error
 
 
 def _wait(result: Awaitable) -> Any:
@@ -155,17 +162,25 @@ def _wait(result: Awaitable) -> Any:
 
 
 def _arguments(fn: Callable, keywords: dict[str, Any]) -> tuple[list, dict[str, Any]]:
+    """Those keywords that a function takes: by position what it takes only so, the rest by name."""
+    samples = keywords["samples"]
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # builtins have no signature
-        return [keywords["samples"]], {}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return [], keywords
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    accepted = {key: value for key, value in keywords.items() if key in names}
-    if not accepted and parameters:  # such as `lambda texts: ...`
-        return [keywords["samples"]], {}
-    return [], accepted
+    except (TypeError, ValueError):  # some builtins have no signature
+        return [samples], {}
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    accepted = {key: value for key, value in keywords.items() if key not in bound}
+    args = []
+    for p in parameters:
+        if p.kind is not p.POSITIONAL_ONLY or (args and p.name not in accepted):
+            break
+        args.append(accepted.pop(p.name if p.name in accepted else "samples", samples))
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        accepted = {key: value for key, value in accepted.items() if key in names}
+        if not args and not accepted and parameters:  # such as `lambda texts: ...`
+            args = [samples]
+    return args, accepted
 
 
 def _plain(value: Any) -> Any:
@@ -176,7 +191,7 @@ def _plain(value: Any) -> Any:
     if not hasattr(value, "__array__"):
         return value
     array = np.asarray(value)
-    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
 def _is_list(value: Any) -> bool:
@@ -195,16 +210,17 @@ def _sequence(values: Any, name: str, count: int) -> list:
 
 
 def _numbers(value: Any, said: Callable[[str], str], axes: int = 0) -> np.ndarray:
-    """A number, or with one axis a list of them, as float32; -inf, inf and NaN pass."""
+    """A number, or with one axis a list of them, as float64; -inf, inf and NaN pass."""
     plain = _plain(value)
     try:
         array = np.asarray([_plain(x) for x in plain] if isinstance(plain, list | tuple) else plain)
         if array.dtype.kind not in "bifu" or array.ndim != axes:
             raise TypeError
-        with np.errstate(over="ignore"):
-            return array.astype(np.float32)
+        return array.astype(np.float64)
     except (TypeError, ValueError):
-        shown = "None" if value is None else f"a {type(value).__name__} ({str(value)[:40]!r})"
+        if value is None:
+            raise RewardError(said("None") + "; None is not supported yet") from None
+        shown = f"a {type(value).__name__} ({str(value)[:40]!r})"
         raise RewardError(said(shown) + "; scores must be numbers") from None
 
 
