@@ -12,10 +12,10 @@ never sees.
 does the same with the models of trlx's example, `lvwerra/gpt2-imdb` (124M parameters, 0.5 GB) and
 `lvwerra/distilbert-imdb` (0.3 GB), which are downloaded from the Hugging Face hub; it wants a GPU.
 
-Two CPU cores, float32, 2:43 minutes, 60 cycles of 128 rollouts, 480 optimizer steps. On 256 held-out
-prompts, fresh samples: P(positive) .507 -> .922, VADER .12 -> .61, at 13.4 nats of KL a sample; the
-samples' perplexity under the starting model falls from 55.8 to 21.8. Seed 1: .521 -> .927, .09 -> .63,
-14.0 nats.
+Two CPU cores, float32: 2:43 minutes for 60 cycles of 128 rollouts, 480 optimizer steps. On 256
+held-out prompts, fresh samples: P(positive) .507 -> .922, VADER .12 -> .61, at 13.4 nats of KL a
+sample; the samples' perplexity under the starting model falls from 55.8 to 21.8. Seed 1: .521 ->
+.927, .09 -> .63, 14.0 nats.
 """
 
 HELD_OUT = 256  # prompts that only evaluations see

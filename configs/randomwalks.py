@@ -8,8 +8,8 @@ falling to 0 for one of ten nodes or none at all. Random walks score 0.352. The 
 tiny GPT-2 on 1,000 random walks and saves it to `pretrained/` in the run folder, from where it is
 loaded like any checkpoint. The hyperparameters are those of trlx's example.
 
-Two CPU cores, float32: 78 seconds in all, of which 20 cycles of 140 rollouts take 0.4 each. Optimality
-of 500 samples: .324 -> .975 after 160 optimizer steps, .9 within the first five cycles.
+Two CPU cores, float32: 78 seconds in all, of which 20 cycles of 140 rollouts take 0.4 each.
+Optimality of 500 samples: .324 -> .975 after 160 optimizer steps, .9 within the first five cycles.
 """
 
 from itertools import pairwise
