@@ -389,6 +389,10 @@ def _value_problems(config: ConfigDict) -> Iterator[str]:
                 value = config[path]
                 if value is not None and not holds(value):
                     yield f"{path} must be {requirement}, got {value!r}"
+    for path in _paths(config):  # counters are 32 bits wide; the seed has its own range
+        value = config[path]
+        if type(value) is int and value >= 2**31 and path != "train.seed":
+            yield f"{path} must be below {2**31}, got {value}"
     optional = {path for path, options in _ALIASES.items() if None in options.values()}
     for path, (choices, hint) in _CHOICES.items():
         choices = choices + (None,) * (path in optional)

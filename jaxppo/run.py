@@ -106,14 +106,21 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
     )
     prompts, eval_prompts = _prompts(config, task, model, tokenizer, new)
     every = [*prompts.ids, *eval_prompts.ids]
-    if (highest := max(int(ids.max()) for ids in every)) >= model.config.vocab_size:
+    vocabulary = model.config.vocab_size
+    if (highest := max(int(ids.max()) for ids in every)) >= vocabulary:
         raise ModelError(
-            f"the tokenizer gives the id {highest}, but the model knows {model.config.vocab_size} "
-            "tokens: they do not belong together"
+            f"the tokenizer gives the id {highest}, but the model knows {vocabulary} tokens: they "
+            "do not belong together"
         )
     width = max(map(len, every))
     pad_id = next(x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if x is not None)
-    stops = stop_table(tokenizer, task.stop_sequences, model.config.vocab_size)
+    for rollouts in (True, False):
+        unknown = [i for i in configs.stop_ids(config, rollouts=rollouts) or () if i >= vocabulary]
+        if unknown:
+            raise configs.ConfigError(
+                f"eos_token_id {unknown[0]} is not among the model's {vocabulary} tokens"
+            )
+    stops = stop_table(tokenizer, task.stop_sequences, vocabulary)
     programs = make_programs(
         config, model, eos_ids=eos_ids(model, tokenizer), pad_id=pad_id, stops=stops
     )

@@ -340,6 +340,12 @@ def test_ranges(requirement, values):
         )
 
 
+@pytest.mark.parametrize("path", ["train.epochs", "method.horizon", "scheduler.warmup_steps"])
+def test_counters_have_32_bits(path):
+    assert problems({path: 2**31}) == [f"{path} must be below {2**31}, got {2**31}"]
+    validate(make_config({path: 2**31 - 1}))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

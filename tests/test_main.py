@@ -117,6 +117,12 @@ def test_tasks_are_refused_before_the_run_folder_is_made(run, tmp_path, options,
     assert not (tmp_path / "run").exists()
 
 
+def test_an_eos_id_that_the_model_lacks_is_refused(run, tmp_path):
+    result = run("--config.method.gen_kwargs.eos_token_id=9999")
+    assert says(result, 2, "eos_token_id 9999 is not among the model's")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("reward", "parts"),
     [

@@ -82,6 +82,8 @@ def load_tokenizer(folder: str | Path):
     folder = _folder(folder)
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
+    # it would tell everybody that torch, which is not used, is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # slow to import, and not needed for bare models
 
     try:
