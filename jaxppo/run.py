@@ -120,7 +120,12 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
             raise configs.ConfigError(
                 f"eos_token_id {unknown[0]} is not among the model's {vocabulary} tokens"
             )
-    stops = stop_table(tokenizer, task.stop_sequences, vocabulary)
+    if isinstance(task.stop_sequences, str):
+        raise configs.ConfigError("stop_sequences is one string; give a list of strings")
+    try:
+        stops = stop_table(tokenizer, task.stop_sequences, vocabulary)
+    except ValueError as error:
+        raise configs.ConfigError(str(error)) from None
     programs = make_programs(
         config, model, eos_ids=eos_ids(model, tokenizer), pad_id=pad_id, stops=stops
     )

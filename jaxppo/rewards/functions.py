@@ -52,7 +52,7 @@ def call_reward(
 
     Args:
       fn: returns a number a sample, or a list of numbers a sample: one a response token from the
-        first on, the rest 0. Of the keywords it is given those that it takes, except what a
+        first on, the rest 0 (lists of one number for all samples are scores of samples). Of the keywords it is given those that it takes, except what a
         `functools.partial` has bound; if it takes none, the samples by position. It gets copies
         of the lists.
       samples, prompts, outputs: `B` strings each; a sample is prompt and output together.
@@ -70,6 +70,9 @@ def call_reward(
     values = _sequence(_call(fn, name, given, tokenizer), name, len(samples))
     grid = np.zeros((len(samples), width), np.float32)
     totals = np.zeros(len(samples), np.float32)
+    values = [_plain(value) for value in values]
+    if all(_is_list(x) and len(x) == 1 and not _is_list(_plain(x[0])) for x in values):
+        values = [value[0] for value in values]  # a score a sample, as a column
     dense = [_is_list(_plain(value)) for value in values]
     if any(dense) and not all(dense):
         raise RewardError(

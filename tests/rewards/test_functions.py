@@ -244,7 +244,7 @@ REFUSED = {
     "number and list": ([1.0, [1.0], [2.0]], r"a number for sample 0 and a list for sample 1"),
     "list and number": ([[1.0], 3.0, []], r"a number for sample 1 and a list for sample 0"),
     "too many dense": ([[1, 2], [1, 2, 3, 4], []], r"4 scores for sample 1, 'qbb', which has 3"),
-    "dense for nothing": ([[1], [1], [0.0]], r"1 scores for sample 2, 'r', which has 0 tokens"),
+    "dense for nothing": ([[1], [1, 2], [0.0]], r"1 scores for sample 2, 'r', which has 0 tokens"),
     "dense NaN": ([[1, 2], [1, np.nan], []], r"nan for sample 1"),
     "dense None": ([[1, None], [1], []], r"returned a list \(.*\) for sample 0"),
     "dense text": ([["a"], [1], []], r"returned a list .* for sample 0"),
@@ -359,3 +359,18 @@ def test_a_metric_function_that_raises_is_named():
 
     with pytest.raises(RewardError, match="the metric function quality raised ZeroDivisionError"):
         metric(quality)
+
+
+def test_a_column_of_scores_is_a_score_a_sample():
+    result = call_reward(
+        lambda samples: np.array([[1.0], [2.0]]),
+        samples=["a", "b"],
+        prompts=["", ""],
+        outputs=["a", "b"],
+        tokenizer=None,
+        columns={},
+        lengths=[3, 2],
+        width=3,
+    )
+    np.testing.assert_array_equal(result.grid, [[0, 0, 1], [0, 2, 0]])
+    assert not result.dense
