@@ -52,9 +52,9 @@ def call_reward(
 
     Args:
       fn: returns a number a sample, or a list of numbers a sample: one a response token from the
-        first on, the rest 0 (lists of one number for all samples are scores of samples). Of the keywords it is given those that it takes, except what a
-        `functools.partial` has bound; if it takes none, the samples by position. It gets copies
-        of the lists.
+        first on, the rest 0. Lists of one number for all samples are scores of samples. Of the
+        keywords it is given those that it takes, except what a `functools.partial` has bound; if
+        it takes none, the samples by position. It gets copies of the lists.
       samples, prompts, outputs: `B` strings each; a sample is prompt and output together.
       tokenizer: passed on.
       columns: further keyword arguments, `B` values each.
