@@ -80,7 +80,7 @@ def ppo_update(
       over tokens, and `optimizer/{grad_norm,steps}`, to be divided by the steps.
     """
     S = minibatch.mask.shape[0]
-    size = config.minibatch_size or S
+    size = min(config.minibatch_size or S, S)
     # whole micro-batches: rows beyond the end repeat real ones without their actions
     rows = jnp.arange(-(-S // size) * size)
     parts = jax.tree.map(lambda x: x[rows % S].reshape(-1, size, *x.shape[1:]), minibatch)

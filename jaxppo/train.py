@@ -132,7 +132,8 @@ def _loop(
                 _log(run, progress, unlogged, compiles)
                 unlogged = None
             before = progress.step - plan.optimizer_steps_per_cycle
-            edge = progress.cycle in (0, plan.cycles)
+            done = progress.cycle >= plan.cycles
+            edge = done or progress.cycle == 0
             if progress.evaluated != progress.step and (
                 edge or configs.due(train.eval_interval, before, progress.step)
             ):
@@ -142,12 +143,13 @@ def _loop(
             ):
                 _save(run, state, progress)
                 saved = progress.cycle
-            if progress.cycle == plan.cycles:
+            if done:
                 return state, progress
             (state, progress), unlogged = _cycle(run, state, progress)
     except (Exception, KeyboardInterrupt) as error:
         # what is complete is worth keeping, unless it is what failed
-        if saved != progress.cycle and not isinstance(error, TrainingError):
+        whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
+        if whole and saved != progress.cycle and not isinstance(error, TrainingError):
             if unlogged is not None:
                 _log(run, progress, unlogged, compiles)
             _save(run, state, progress)

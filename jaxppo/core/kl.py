@@ -154,7 +154,7 @@ def adaptive_kl(init_coef: float, target: float, horizon: float) -> KLController
         )
 
     def init() -> KLState:
-        return KLState(coef=jnp.asarray(init_coef, jnp.float32))
+        return KLState(coef=jnp.asarray(init_coef, float))
 
     def update(state: KLState, kl: chex.Numeric, num_samples: chex.Numeric) -> KLState:
         chex.assert_rank([state.coef, kl, num_samples], 0)
@@ -186,7 +186,7 @@ def fixed_kl(coef: float) -> KLController:
         )
 
     def init() -> KLState:
-        return KLState(coef=jnp.asarray(coef, jnp.float32))
+        return KLState(coef=jnp.asarray(coef, float))
 
     def update(state: KLState, kl: chex.Numeric, num_samples: chex.Numeric) -> KLState:
         del kl, num_samples

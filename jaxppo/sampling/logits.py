@@ -59,14 +59,19 @@ def truncate(logits, *, top_k=0, top_p=1.0, min_p=0.0):
 def keep_most_probable(logits, kept, tokens):
     """Repeats a truncation on logits of other parameters: the scorer's half of `truncate`.
 
-    Keeps the `kept [R]` largest of `logits [R, V]`, and `tokens [R]`, the ones that were drawn:
-    as the policy moves, a drawn token may fall out of the most probable, and its probability
-    must remain positive. On the sampler's own parameters the drawn token is among them anyway.
+    Keeps exactly `kept [R]` of `logits [R, V]`: `tokens [R]`, the ones that were drawn, and the
+    largest others, the first of equal ones. As the policy moves, a drawn token may fall out of the
+    most probable, and its probability must remain positive; on the sampler's own parameters it
+    is among them anyway, up to ties, which change no log-prob by more than rounding.
     """
+    drawn = jnp.arange(logits.shape[-1]) == tokens[:, None]
     p = jax.nn.softmax(jax.lax.stop_gradient(logits).astype(jnp.float32), axis=-1)
+    p = jnp.where(drawn, 2.0, p)  # before all others
     enough = lambda tau: jnp.sum(p >= tau, -1, keepdims=True) >= kept[:, None]  # noqa: E731
-    inside = p >= _largest(enough, (*p.shape[:-1], 1))
-    inside = inside | (jnp.arange(logits.shape[-1]) == tokens[:, None])
+    last = _largest(enough, (*p.shape[:-1], 1))
+    above, equal = p > last, p == last
+    room = kept[:, None] - jnp.sum(above, -1, keepdims=True)
+    inside = drawn | above | (equal & (jnp.cumsum(equal, -1) <= room))
     return jnp.where(inside, logits, -jnp.inf)
 
 

@@ -110,11 +110,21 @@ def test_the_scorer_repeats_the_set_and_keeps_the_token(seed, top_k, top_p):
     moved = (logits + rng.uniform(-1e-6, 1e-6, logits.shape)).astype(np.float32)
     result = jax.jit(keep_most_probable)(moved, count, tokens)
     np.testing.assert_array_equal(result, np.where(inside, moved, -np.inf))
-    # a token that has meanwhile become the least probable stays possible, beside the set
+    # a token that has meanwhile become the least probable stays possible, in place of the last
     outside = np.where(np.isfinite(logits), logits, np.inf).argmin(1)
     result = np.asarray(jax.jit(keep_most_probable)(moved, count, outside))
-    inside[np.arange(4), outside] = True
+    for row, token in enumerate(outside):
+        if not inside[row, token]:
+            inside[row, np.where(inside[row], moved[row], np.inf).argmin()] = False
+            inside[row, token] = True
     np.testing.assert_array_equal(result, np.where(inside, moved, -np.inf))
+
+
+def test_the_scorer_keeps_no_more_tokens_where_some_are_equal():
+    logits = jnp.array([[2.0, 1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    result = keep_most_probable(logits, jnp.array([2, 1]), jnp.array([2, 4]))
+    inside = np.array([[1, 0, 1, 0, 0], [0, 0, 0, 0, 1]], bool)
+    np.testing.assert_array_equal(np.isfinite(result), inside)
 
 
 def test_gradients_through_the_scorers_truncation_are_those_of_the_kept_tokens():
@@ -126,7 +136,7 @@ def test_gradients_through_the_scorers_truncation_are_those_of_the_kept_tokens()
         return (kept[jnp.arange(2), tokens] - jax.nn.logsumexp(kept, axis=-1)).sum()
 
     grads = jax.jit(jax.grad(logprob))(logits)
-    inside = np.array([[1, 1, 0, 1, 0], [0, 0, 1, 1, 1]], bool)
+    inside = np.array([[1, 0, 0, 1, 0], [0, 0, 1, 1, 1]], bool)
     p = np.stack([softmax(np.where(m, x, -np.inf)) for m, x in zip(inside, np.asarray(logits))])
     np.testing.assert_allclose(grads, np.eye(5)[np.asarray(tokens)] - p, atol=1e-6)
 
