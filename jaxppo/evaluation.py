@@ -67,7 +67,7 @@ def evaluate(run: Run, state: LoopState, progress: Progress) -> Progress:
             progress.step,
             state.ppo.params,
             {"reward": progress.best, "step": progress.step},
-            keep=1,
+            keep=2,  # a run killed before its next checkpoint goes back to the one before
         )
     run.sink.write(progress.step, row)
     run.sink.samples(progress.step, table)

@@ -37,20 +37,18 @@ def kl_estimate(logprobs: chex.Array, ref_logprobs: chex.Array, kind: str = "k1"
     Args:
       logprobs: log-probs of the sampled tokens under the policy, any shape, in nats.
       ref_logprobs: the same under the reference, the same shape.
-      kind: "k1", "k2", "k3" or "abs".
+      kind: "k1", "k2", "k3" or "abs"; or "full", with which both arguments are [..., V], logits or
+        log-probs of whole distributions, and the result is `exact_kl`, [...].
 
     Returns:
       The shape of the inputs, in nats, float32 or wider. Nothing is masked or summed.
 
     Raises:
-      ValueError: if the kind is unknown, or "full", which sampled log-probs cannot give.
+      ValueError: if the kind is unknown.
       AssertionError: if the shapes differ.
     """
     if kind == "full":
-        raise ValueError(
-            'kind="full" needs both whole distributions, which the log-probs of the sampled tokens '
-            "do not hold: call exact_kl(logits, ref_logits)."
-        )
+        return exact_kl(logprobs, ref_logprobs)
     if kind not in _ESTIMATORS:
         valid = ", ".join(repr(name) for name in _ESTIMATORS)
         raise ValueError(f"Unknown kind of KL estimate {kind!r}: use one of {valid}.")
@@ -158,11 +156,12 @@ def adaptive_kl(init_coef: float, target: float, horizon: float) -> KLController
 
     def update(state: KLState, kl: chex.Numeric, num_samples: chex.Numeric) -> KLState:
         chex.assert_rank([state.coef, kl, num_samples], 0)
-        dtype = state.coef.dtype
+        coef = jnp.asarray(state.coef)
+        dtype = coef.dtype
         kl = jnp.asarray(kl, dtype)
         error = jnp.clip(kl / target - 1, -0.2, 0.2)
         factor = jnp.maximum(1 + error * (jnp.asarray(num_samples, dtype) / horizon), 0.2)
-        return KLState(coef=jnp.where(jnp.isfinite(kl), state.coef * factor, state.coef))
+        return KLState(coef=jnp.where(jnp.isfinite(kl), coef * factor, coef))
 
     return KLController(init, update)
 

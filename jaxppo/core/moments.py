@@ -15,9 +15,9 @@ class MomentsState(NamedTuple):
     count: the number of entries seen, as a float.
     """
 
-    mean: jax.Array
-    var: jax.Array
-    count: jax.Array
+    mean: chex.Numeric = 0.0
+    var: chex.Numeric = 0.0
+    count: chex.Numeric = 0.0
 
 
 def init_moments(dtype: chex.ArrayDType = jnp.float32) -> MomentsState:
@@ -60,6 +60,7 @@ def update_moments(state: MomentsState, x: chex.Array, mask: chex.Array) -> Mome
       AssertionError: if the shapes differ.
     """
     chex.assert_equal_shape([x, mask])
+    state = jax.tree.map(jnp.asarray, state)
     dtype = state.mean.dtype
     mask = jnp.asarray(mask, bool)
     x = jnp.where(mask, jnp.asarray(x), 0).astype(dtype)
