@@ -1,8 +1,8 @@
 """Every option of a run: defaults, overrides, validation, and the plan that follows from them.
 
 Sections and names are trlx's. A trlx PPO config (a dict, parsed YAML or a `TRLConfig`) is read as
-it is, and refused in a sentence where it asks for what is not supported. Nothing heavy is imported,
-so a mistake is told before a model is loaded. What differs from trlx:
+it is, and refused in a sentence where it asks for what is not supported. Nothing is loaded here, so
+a mistake is told before a model is. What differs from trlx:
 
 - unknown options, wrong types and contradictions are errors that name the option;
 - a section given in part (`optimizer.kwargs`, `scheduler.kwargs`, `gen_kwargs`) keeps the defaults
@@ -268,6 +268,8 @@ def plan_lines(plan: Plan, config: ConfigDict) -> list[tuple[str, str]]:
     times = f"{plan.prompt_epochs:.{0 if plan.prompt_epochs >= 100 else 2}f}"
     response = rollout_kwargs(config)["max_new_tokens"]
     best = " and the best" if t.save_best else ""
+    clip = f"clipped at +-{m.cliprange_reward:g}" if m.cliprange_reward else "not clipped"
+    scale = {"running": ", divided by their running std", "ref": ", divided by the reference std"}
     chunks = f"{plan.chunks_per_cycle} x {m.chunk_size}{up}"
     updates = f"{m.ppo_epochs} epochs x {steps // m.ppo_epochs}"
     return [
@@ -283,6 +285,7 @@ def plan_lines(plan: Plan, config: ConfigDict) -> list[tuple[str, str]]:
             f"every {t.checkpoint_interval} steps and last, in {t.checkpoint_dir}; "
             f"kept: the newest {t.keep_checkpoints}{best}",
         ),
+        ("scores", clip + scale.get(m.scale_reward, "")),
         ("KL coefficient", kl),
     ]
 
@@ -312,6 +315,11 @@ def optimizer_kwargs(config: ConfigDict) -> dict[str, Any]:
 def scheduler_kwargs(config: ConfigDict) -> dict[str, Any]:
     """Returns those of scheduler.kwargs that the scheduler of this name reads."""
     return {key: config.scheduler.kwargs[key] for key in SCHEDULERS[config.scheduler.name]}
+
+
+def option_names() -> set[str]:
+    """Returns the dotted name of every option."""
+    return set(_paths(default_config()))
 
 
 def to_json(config: ConfigDict) -> str:

@@ -10,6 +10,7 @@ A config file is a Python file with two functions:
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,9 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxppo import config as configs
+from jaxppo.collect import Task
 from jaxppo.config import ConfigError
+from jaxppo.train import USER_ERRORS, run_task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,14 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(__doc__)
             return 0
         configs.validate(config)
+        run_task(config, _task(module, config))
     except ConfigError as error:
-        return _say(error, 2)
-    # only now what is slow to import
-    from jaxppo.train import USER_ERRORS, run_task
-
-    try:
-        run_task(config, module.make_task(config))
-    except configs.ConfigError as error:
         return _say(error, 2)
     except USER_ERRORS as error:
         return _say(error, 1)
@@ -69,10 +66,10 @@ def _parse(argv: list[str]) -> tuple[ConfigDict | None, ModuleType | None]:
         raise ConfigError(_reason(error)) from None
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # perhaps an override of an option that there is not: let the config name the nearest
-        overrides = [arg[9:].split("=")[0] for arg in argv if arg.startswith("--config.")]
-        configs.make_config(dict.fromkeys(overrides))
+        names = {arg[9:].split("=")[0] for arg in argv if arg.startswith("--config.")}
+        configs.make_config(dict.fromkeys(names - configs.option_names()))
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the config file can't be used, it raised {reason}") from error
     finally:
@@ -101,6 +98,8 @@ def _config_file(values: flags.FlagValues) -> tuple[str, str]:
     filename, _, variant = config_flags.get_config_filename(values["config"]).partition(":")
     if not Path(filename).is_file():
         raise ConfigError(f"config file {filename} does not exist")
+    if Path(filename).suffix != ".py":
+        raise ConfigError(f"config file {filename} must be a Python file whose name ends in .py")
     return filename, variant
 
 
@@ -115,10 +114,31 @@ def _module(path: str) -> ModuleType:
     return module
 
 
+def _task(module: ModuleType, config: ConfigDict) -> Task:
+    """Calls the config file's make_task; errors that have a sentence of their own pass."""
+    try:
+        task = module.make_task(config)
+    except (*USER_ERRORS, OSError):
+        raise
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"make_task of {module.__file__} raised {reason}") from error
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"make_task of {module.__file__} returned a {type(task).__name__}, not a jaxppo.Task"
+        )
+    return task
+
+
 def _say(error: object, code: int) -> int:
     print(f"jaxppo: {error}", file=sys.stderr, flush=True)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code == 130:
+        # XLA may still compile in threads of its own, and crash while the interpreter is torn down
+        sys.stdout.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

@@ -476,6 +476,7 @@ def test_plan_lines():
     assert lines["batch"] == "100 samples a step, 40 in the last step of an epoch"
     assert lines["prompts"] == "20, each sampled 140 times on average"
     assert lines["tokens"] == "at most 1 a prompt, 9 a response"
+    assert lines["scores"] == "clipped at +-10"
     assert lines["KL coefficient"] == "fixed at 0.001"
     config.train.total_steps, config.method.target, config.train.minibatch_size = 8, 6, 50
     lines = dict(plan_lines(plan(config, 20), config))

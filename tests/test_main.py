@@ -104,6 +104,39 @@ def test_config_files_are_refused(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ("def get_config(arg=None):\n    return nothing", ["NameError", "nothing"]),
+        ("import nowhere", ["nowhere"]),
+        ("def get_config(:", ["invalid syntax"]),
+        ("raise SystemExit(3)", ["SystemExit", "3"]),
+    ],
+)
+def test_a_broken_config_file_is_blamed_and_not_an_override(tmp_path, capfd, body, parts):
+    file = tmp_path / "broken.py"
+    file.write_text(body)
+    code = main(["jaxppo", f"--config={file}", "--config.train.total_steps=4"])
+    assert says((code, *capfd.readouterr()), 2, *parts)
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ("raise RuntimeError('no data')", ["make_task of", "RuntimeError: no data"]),
+        ("raise SystemExit(0)", ["make_task of", "SystemExit: 0"]),
+        ("return {}", ["returned a dict, not a jaxppo.Task"]),
+    ],
+)
+def test_mistakes_in_make_task_are_sentences(tmp_path, capfd, body, parts):
+    file = tmp_path / "half.py"
+    head = CONFIG.partition("def make_task")[0].format(reward="return 1")
+    file.write_text(f"{head}def make_task(config):\n    {body}\n")
+    code = main(["jaxppo", f"--config={file}", f"--workdir={tmp_path / 'run'}"])
+    assert says((code, *capfd.readouterr()), 2, *parts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("options", "code", "parts"),
     [
         ({"model": "/nowhere/gpt2"}, 1, ["model folder /nowhere/gpt2 does not exist"]),
