@@ -4,12 +4,19 @@ A step's folder appears under its final name only when it is complete, so a proc
 saves leaves the checkpoint before intact.
 """
 
+import hashlib
 import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 
@@ -50,7 +57,7 @@ def save(folder: str | Path, step: int, state: Any, meta: dict, *, keep: int) ->
       CheckpointError: the disk refuses; what was there before is unharmed.
     """
     try:
-        with _manager(folder, keep) as manager:
+        with _interrupts_deferred(), _manager(folder, keep) as manager:
             if (Path(folder) / str(step)).is_dir():
                 return
             manager.save(
@@ -92,6 +99,31 @@ def restore(folder: str | Path, step: int, like: Any) -> tuple[Any, dict]:
             "belongs to another model or configuration: choose another --workdir or remove it"
         ) from error
     return found["state"], found["meta"]
+
+
+def fingerprint(params: Any) -> str:
+    """A short name of the parameters' bits, the same on every device and machine."""
+    words = [  # sums of integers do not depend on the order in which a device adds
+        jnp.sum(x.view(f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32), dtype=jnp.uint32)
+        for x in jax.tree.leaves(params)
+    ]
+    return hashlib.sha256(np.asarray(words, np.uint32).tobytes()).hexdigest()[:16]
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Lets a Ctrl-C take effect only afterwards: Orbax writes in threads that it would strand."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted, and only it may set handlers
+        return
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _manager(folder: str | Path, keep: int | None) -> ocp.CheckpointManager:

@@ -46,7 +46,7 @@ def evaluate(run: Run, state: LoopState, progress: Progress) -> Progress:
             tokenizer=run.tokenizer,
         )
         for name, values in metrics.items():
-            if name in table:
+            if name in ("step", *table):
                 raise RewardError(f"a metric can't be named {name!r}; that is a column of samples")
             if isinstance(values, list):
                 table[name] = values

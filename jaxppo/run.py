@@ -70,6 +70,7 @@ class Run(NamedTuple):
 
     sampling: what `collect` is told for rollouts and evaluations alike.
     score: `(params, rollout, sampler_logprobs) -> Scored`, against the reference.
+    reference: the fingerprint of the reference's parameters.
     """
 
     config: ConfigDict
@@ -84,6 +85,7 @@ class Run(NamedTuple):
     eval_prompts: Prompts
     sampling: dict[str, Any]
     folder: Path
+    reference: str
     sink: tracking.Sink
     console: Any
 
@@ -120,12 +122,13 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
             raise configs.ConfigError(
                 f"eos_token_id {unknown[0]} is not among the model's {vocabulary} tokens"
             )
-    if isinstance(task.stop_sequences, str):
-        raise configs.ConfigError("stop_sequences is one string; give a list of strings")
+    sequences = task.stop_sequences
+    if not isinstance(sequences, list | tuple) or not all(isinstance(s, str) for s in sequences):
+        raise configs.ConfigError(f"stop_sequences must be a list of strings, got {sequences!r}")
     try:
-        stops = stop_table(tokenizer, task.stop_sequences, vocabulary)
-    except ValueError as error:
-        raise configs.ConfigError(str(error)) from None
+        stops = stop_table(tokenizer, sequences, vocabulary)
+    except ValueError as error:  # an empty one, or half of a surrogate pair
+        raise configs.ConfigError(f"stop_sequences can't be used: {error}") from None
     programs = make_programs(
         config, model, eos_ids=eos_ids(model, tokenizer), pad_id=pad_id, stops=stops
     )
@@ -146,7 +149,8 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
         init_scaling(config.method.ref_std),
     )
     folder = Path(config.train.checkpoint_dir)
-    state, progress = _resume(config, folder, state, console)
+    reference = checkpoint.fingerprint(ref_params)
+    state, progress = _resume(config, folder, state, reference, console)
     run = Run(
         config=config,
         plan=plan,
@@ -166,6 +170,7 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
             "pad_id": pad_id,
         },
         folder=folder,
+        reference=reference,
         sink=_sinks(config, folder, progress),
         console=console,
     )
@@ -196,32 +201,66 @@ def _prompts(config, task: Task, model: Model, tokenizer, new: int) -> tuple[Pro
     return prepared, prepare(task.eval_prompts, tokenizer, max_tokens=room, truncate=truncate)
 
 
-def _resume(config, folder: Path, state: LoopState, console) -> tuple[LoopState, Progress]:
+def _resume(
+    config: ConfigDict, folder: Path, state: LoopState, reference: str, console
+) -> tuple[LoopState, Progress]:
     """Goes on from the newest checkpoint in the run folder, or begins a new run in it."""
-    text = configs.to_json(config)
-    recorded = folder / "config.json"
     step = checkpoint.latest_step(folder / "checkpoints")
-    if step is not None and not config.train.resume:
+    begun, finished = ((folder / name).exists() for name in ("metrics.jsonl", "summary.json"))
+    if (step is not None or begun) and not config.train.resume:
         raise configs.ConfigError(
             f"{folder} already holds a run; choose another --workdir, or set train.resume to True"
         )
+    if step is None and finished:
+        raise configs.ConfigError(
+            f"{folder} holds a finished run without a checkpoint to go on from; choose another "
+            "--workdir (train.checkpoint_dir)"
+        )
     progress = Progress()
+    text, recorded = configs.to_json(config), folder / "config.json"
     if step is not None:
-        state, meta = checkpoint.restore(folder / "checkpoints", step, state)
-        progress = Progress(**meta["progress"])
-        before = recorded.read_text(encoding="utf-8") if recorded.exists() else text
-        changed = _changed(json.loads(before), json.loads(text))
+        state, progress = _restore(folder, step, state, reference)
         console.print(f"continuing in {folder} after cycle {progress.cycle} (step {step})")
         if progress.cycle >= configs.plan(config, 1).cycles:
-            console.print("it is complete: raise train.epochs or choose another --workdir for more")
+            console.print(
+                "it is complete: for more, raise train.epochs or train.total_steps; for a new run, "
+                "choose another --workdir (train.checkpoint_dir)"
+            )
+        try:
+            before = json.loads(recorded.read_text(encoding="utf-8"))
+            changed = _changed(before, json.loads(text))
+        except (OSError, ValueError, AttributeError):
+            changed = [f"unknown, since {recorded} can't be read"]
         if changed:
-            console.print(f"options changed since then: {', '.join(changed)}", markup=False)
+            console.print(f"options changed since then: {', '.join(changed)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.forget_after(folder / "best", -1 if step is None else step)
-        recorded.write_text(text, encoding="utf-8")
+        part = recorded.with_suffix(".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(recorded)
     except OSError as error:
         raise checkpoint.CheckpointError(f"the run folder can't be written: {error}") from error
+    return state, progress
+
+
+def _restore(
+    folder: Path, step: int, state: LoopState, reference: str
+) -> tuple[LoopState, Progress]:
+    """Reads a checkpoint, and refuses one whose run was held near another model."""
+    state, meta = checkpoint.restore(folder / "checkpoints", step, state)
+    try:
+        progress, began_with = Progress(**meta["progress"]), meta["reference"]
+    except (KeyError, TypeError) as error:
+        raise checkpoint.CheckpointError(
+            f"checkpoint {folder / 'checkpoints' / str(step)} lacks {error}: it is damaged or not "
+            "of this version; choose another --workdir or remove it"
+        ) from None
+    if began_with != reference:
+        raise configs.ConfigError(
+            f"the run in {folder} began with other weights than this model's: choose another "
+            "--workdir (train.checkpoint_dir), or the model that it began with"
+        )
     return state, progress
 
 

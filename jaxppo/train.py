@@ -1,5 +1,6 @@
 """The training loop, and `train(...)` for Python callers."""
 
+import itertools
 import json
 import math
 import os
@@ -109,7 +110,7 @@ def run_task(config: ConfigDict, task: Task, *, console=None) -> Trained:
     config = configs.make_config(config)
     configs.validate(config)
     if config.train.checkpoint_dir is None:  # a new folder each time: nothing to resume
-        config.train.checkpoint_dir = time.strftime("runs/%Y%m%d-%H%M%S")
+        config.train.checkpoint_dir = _new_folder()
     console = console or tracking.make_console()
     run, state, progress = prepare_run(config, task, console)
     compiles = tracking.count_compiles()
@@ -118,6 +119,13 @@ def run_task(config: ConfigDict, task: Task, *, console=None) -> Trained:
     finally:
         run.sink.close()
     return _finish(run, state, progress)
+
+
+def _new_folder() -> str:
+    """The name of a folder in runs/ that is not there yet, after the time."""
+    name = time.strftime("runs/%Y%m%d-%H%M%S")
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))
+    return next(name for name in names if not Path(name).exists())
 
 
 def _loop(
@@ -242,7 +250,7 @@ def _save(run: Run, state: LoopState, progress: Progress) -> None:
             run.folder / "checkpoints",
             progress.step,
             state,
-            {"progress": progress._asdict()},
+            {"progress": progress._asdict(), "reference": run.reference},
             keep=run.config.train.keep_checkpoints,
         )
 

@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import signal
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxppo import checkpoint
 from jaxppo.checkpoint import CheckpointError, forget_after, latest_step, restore, save
 from jaxppo.core import KLState
 
@@ -262,3 +264,30 @@ def test_meta_that_json_lacks_is_an_error(tmp_path):
     with pytest.raises((CheckpointError, TypeError)):
         save(tmp_path, 2, {"x": jnp.arange(2)}, {"f": object()}, keep=1)
     assert latest_step(tmp_path) == 1
+
+
+def test_fingerprints_tell_parameters_apart_to_the_bit():
+    tree = {"a": jnp.arange(4.0), "b": jnp.ones((2, 2), jnp.bfloat16)}
+    same = {"a": jnp.arange(4.0), "b": jnp.ones((2, 2), jnp.bfloat16)}
+    other = {**tree, "a": tree["a"].at[2].add(1e-6)}
+    assert checkpoint.fingerprint(tree) == checkpoint.fingerprint(same)
+    assert checkpoint.fingerprint(tree) != checkpoint.fingerprint(other)
+
+
+def test_an_interrupt_while_saving_comes_afterwards(tmp_path, monkeypatch):
+    """The checkpoint is whole, the interrupt is not lost, and the handler is as before."""
+    real = checkpoint._manager
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "_manager", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 3, {"a": jnp.ones(2)}, {}, keep=1)
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    assert checkpoint.latest_step(tmp_path) == 3
+    restored, _ = checkpoint.restore(tmp_path, 3, {"a": jnp.zeros(2)})
+    np.testing.assert_array_equal(restored["a"], [1, 1])

@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -416,6 +417,59 @@ def test_a_run_is_not_overwritten_without_resume(model_path, uninterrupted):
     with pytest.raises(ConfigError, match=r"already holds a run.*train\.resume"):
         train_resumably(model_path, uninterrupted.folder, train__resume=False)
     assert files(uninterrupted.folder) == before
+
+
+def copy_run(uninterrupted, folder):
+    return Path(shutil.copytree(uninterrupted.folder, folder))
+
+
+def test_a_run_is_not_continued_from_another_model(model_path, uninterrupted, tmp_path):
+    folder = copy_run(uninterrupted, tmp_path / "run")
+    other = save_model(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match="began with other weights"):
+        train_resumably(other, folder)
+    moved = shutil.copytree(model_path, tmp_path / "moved")  # the same weights elsewhere will do
+    train_resumably(moved, folder)
+    assert same_files(folder, uninterrupted.folder)
+
+
+def test_a_finished_run_without_checkpoints_is_not_erased(model_path, uninterrupted, tmp_path):
+    folder = copy_run(uninterrupted, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    for resume, said in ((True, "finished run without a checkpoint"), (False, "already holds")):
+        with pytest.raises(ConfigError, match=said):
+            train_resumably(model_path, folder, train__resume=resume)
+    assert rows(folder) == rows(uninterrupted.folder)
+
+
+def test_a_shorter_plan_ends_at_once(model_path, uninterrupted, tmp_path):
+    folder = copy_run(uninterrupted, tmp_path / "run")
+    train_resumably(model_path, folder, train__total_steps=4)
+    assert same_files(folder, uninterrupted.folder)
+
+
+@pytest.mark.parametrize("text", ["{torn", "", "[1]"])
+def test_a_damaged_record_of_the_config_is_replaced(model_path, uninterrupted, tmp_path, text):
+    folder = copy_run(uninterrupted, tmp_path / "run")
+    (folder / "config.json").write_text(text)
+    train_resumably(model_path, folder)
+    assert json.loads((folder / "config.json").read_text())["train"]["seq_length"] == 16
+
+
+@pytest.mark.parametrize("stops", ["STOP", [""], [3], None, ["\ud800"]])
+def test_odd_stop_sequences_are_refused(model_path, tmp_path, stops):
+    config = make_tiny_config(tmp_path / "run")
+    with pytest.raises(ConfigError, match="stop_sequences"):
+        train(model_path, letter_share, PROMPTS, config=config, stop_sequences=stops)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["step", "reward"])
+def test_metrics_do_not_take_the_names_of_columns(model_path, tmp_path, name):
+    config = make_tiny_config(tmp_path / "run")
+    metric = lambda outputs, **_: {name: [1.0] * len(outputs)}  # noqa: E731
+    with pytest.raises(RewardError, match=f"can't be named '{name}'"):
+        train(model_path, letter_share, PROMPTS, metric_fn=metric, config=config)
 
 
 def test_training_stops_at_figures_that_are_not_finite(model_path, tmp_path, capsys):
