@@ -154,6 +154,7 @@ def pretrain(walks: list[str], folder: Path, steps: int = 400) -> None:
             "pad_token_id": 23,
         }
     )
+    lengths = np.asarray([len(walk) for walk in walks])
     rows = np.full((len(walks), LONGEST + 1), 23, np.int32)
     for row, walk in zip(rows, walks):
         row[: len(walk) + 1] = [*map(LETTERS.index, walk), 22]
@@ -162,12 +163,12 @@ def pretrain(walks: list[str], folder: Path, steps: int = 400) -> None:
     optimizer = optax.adamw(schedule, weight_decay=0.1)
 
     @jax.jit
-    def step(params, state, rows):
+    def step(params, state, rows, lengths):
         def loss(params):
             logits = model.logits(params, rows[:, :-1])
-            targets = rows[:, 1:]
-            nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-            return jnp.sum(nll * (targets != 23)) / jnp.sum(targets != 23)
+            nll = optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
+            real = jnp.arange(LONGEST) < lengths[:, None]
+            return jnp.sum(jnp.where(real, nll, 0.0)) / jnp.sum(real)
 
         value, grads = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(grads, state, params)
@@ -177,7 +178,10 @@ def pretrain(walks: list[str], folder: Path, steps: int = 400) -> None:
     state = optimizer.init(params)
     print(f"pretraining on {len(walks)} random walks", flush=True)
     for i in range(steps):
-        params, state, value = step(params, state, rows[rng.integers(0, len(rows), 100)])
+        chosen = rng.integers(0, len(rows), 100)
+        params, state, value = step(params, state, rows[chosen], lengths[chosen])
         if (i + 1) % 100 == 0:
             print(f"  step {i + 1}/{steps}, {float(value):.3f} nats a token", flush=True)
-    save_pretrained(folder, model, params, make_tokenizer())
+    part = folder.with_name("pretrained.part")  # a folder under the final name is whole
+    save_pretrained(part, model, params, make_tokenizer())
+    part.replace(folder)

@@ -4,6 +4,7 @@ Pure functions over parameter trees: sampling, experience, the PPO update; and `
 them together.
 """
 
+from jaxppo.checkpoint import CheckpointError
 from jaxppo.collect import Task
 from jaxppo.config import ConfigError, default_config
 from jaxppo.core import (
@@ -34,6 +35,7 @@ from jaxppo.models import (
     save_pretrained,
 )
 from jaxppo.ppo import PPOConfig, PPOState, ppo_init, ppo_step, ppo_update
+from jaxppo.prompts import PromptError
 from jaxppo.rewards import RewardError, reward_model
 from jaxppo.sampling import Samples, sample, stop_table
 from jaxppo.train import Trained, TrainingError, train
@@ -41,6 +43,7 @@ from jaxppo.train import Trained, TrainingError, train
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Evaluation",
     "KLController",
@@ -51,6 +54,7 @@ __all__ = [
     "PPOBatch",
     "PPOConfig",
     "PPOState",
+    "PromptError",
     "RewardError",
     "Rollout",
     "Samples",

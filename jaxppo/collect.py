@@ -41,7 +41,8 @@ class Collected(NamedTuple):
     grid, totals: `[R, N]` and `[R]` float32, the scores on the response grid and in sum.
     scored: from `Programs.score`; None if that was not asked for.
     samples, prompts, outputs: `R` strings each.
-    stats: figures of the samples.
+    stats: figures of the samples: tokens a response (the EOS counted), shares that ended by
+      themselves, that were cut off, and that hold no text, and the padding of the response grid.
     times: seconds and rates, which differ from run to run.
     """
 
@@ -146,7 +147,7 @@ def collect(
             "rollout/response_length": float(lengths.mean()),
             "rollout/ended": share,
             "rollout/truncated": 1.0 - share,
-            "rollout/empty": float((lengths == 0).mean()),
+            "rollout/empty": float(np.mean([not text.strip() for text in texts[1]])),
             "padding_percentage": 100.0 * (1.0 - sampled / rollout.mask.size),
         },
         times={

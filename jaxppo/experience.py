@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -118,7 +119,8 @@ def make_experience(
 
     Args:
       rollout: the samples.
-      scores: `[B, N]` float, the scaled scores on the response grid.
+      scores: `[B, N]` float, the scaled scores on the response grid; or `[B]`, one a sample, which
+        goes to its last action.
       old: the sampling policy's evaluation of the rollout.
       ref_logprobs: `[B, N]`, the reference's log-probs of the same tokens under the same transform.
       kl_coef: weight of the KL penalty (nats to units of score).
@@ -130,7 +132,11 @@ def make_experience(
       The batch, and metrics of the cycle (scalars). `policy/kl` is the mean over samples of the
       summed log-ratio, the unbiased estimate whose target the controller holds.
     """
-    mask = rollout.mask
+    mask, scores = rollout.mask, jnp.asarray(scores)
+    if scores.ndim == 1:
+        last = mask & (jnp.cumsum(mask, axis=1) == mask.sum(1, keepdims=True))
+        scores = jnp.where(last, scores[:, None], 0.0)
+    chex.assert_equal_shape([scores, mask])
     log_ratio = jnp.where(mask, old.logprobs - ref_logprobs, 0.0)
     penalty = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, kl_estimator), 0.0)
     rewards = shape_rewards(scores, penalty, mask, kl_coef)

@@ -58,7 +58,11 @@ class PPOConfig:
 
 
 def ppo_init(params, *, optimizer: optax.GradientTransformation, kl: KLController) -> PPOState:
-    """Makes the state in which training begins."""
+    """Makes the state in which training begins.
+
+    The state holds `params` themselves: give a copy (`jax.tree.map(jnp.copy, params)`) if they are
+    needed after `ppo_step` was called with its state donated.
+    """
     return PPOState(params, optimizer.init(params), kl.init(), jnp.zeros((), jnp.int32))
 
 

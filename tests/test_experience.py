@@ -291,7 +291,7 @@ def test_ending_is_an_action_that_learns(pad_id):
 # make_experience alone, by hand
 
 
-def by_hand(**options):
+def by_hand(scores=((0.0, 0.0, 2.0), (-1.0, 0.0, 0.0)), **options):
     """Two rows, three and one actions; log-ratios 0.2, -0.1, 0.4 and 0.3; padding is NaN."""
     nan = np.nan
     logprobs = np.array([[-1.0, -2.0, -0.5], [-0.7, nan, nan]])
@@ -300,10 +300,17 @@ def by_hand(**options):
     mask = np.array([[True, True, True], [True, False, False]])
     tokens = jnp.zeros((2, 3), int)
     rollout = Rollout(tokens, jnp.ones((2, 3), bool), tokens, jnp.asarray(mask))
-    scores = jnp.array([[0.0, 0.0, 2.0], [-1.0, 0.0, 0.0]])
+    scores = jnp.array(scores)
     old = Evaluation(*map(jnp.asarray, (logprobs, values, logprobs)))
     options = {"kl_coef": 0.1, "gamma": 0.9, "lam": 0.8, "whiten_advantages": False} | options
     return experience(rollout, scores, old, jnp.asarray(logprobs - ratio), **options)
+
+
+def test_a_score_a_sample_lies_on_its_last_action():
+    grid, one_each = by_hand()[0], by_hand(scores=(2.0, -1.0))[0]
+    np.testing.assert_array_equal(grid.advantages, one_each.advantages)
+    with pytest.raises(AssertionError):
+        by_hand(scores=((1.0,), (2.0,)))
 
 
 def test_advantages_by_hand():

@@ -521,3 +521,8 @@ def test_visible_is_idempotent_and_leaves_ordinary_text():
         "a\\tb\\r⏎\\x1b\\u202e\\ud800\\U000e0041\\ufeff"
     )
     assert tracking.visible(tracking.visible(NASTY)) == tracking.visible(NASTY)
+
+
+def test_a_closed_standard_output_is_no_obstacle(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    tracking.make_console().print("nobody reads this")

@@ -5,7 +5,7 @@ Weights are read from safetensors only: pickled `.bin` files run code when opene
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ FAMILIES = {"gpt2": gpt2.FAMILY}
 
 INDEX_FILE = "model.safetensors.index.json"
 VALUE_HEAD_FILE = "value_head.safetensors"
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # taken from the hub
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -68,11 +69,12 @@ def load_pretrained(name_or_path: str | Path, *, dtype=None, mesh=None):
     """
     if mesh is not None:
         raise NotImplementedError("loading onto a mesh is not there yet; pass mesh=None")
-    folder = _folder(name_or_path)
+    folder = _folder(name_or_path, ["*.json"])  # what is not supported is not downloaded
     generation = folder / "generation_config.json"
     model = create_model(
         _read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {}
     )
+    folder = _folder(name_or_path)
     params = _read_params(folder, model, dtype or jnp.float32)
     return model, params, load_tokenizer(folder)
 
@@ -161,8 +163,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def _folder(name_or_path: str | Path) -> Path:
-    """The local folder of a checkpoint, downloading it from the hub if it is not a path."""
+def _folder(name_or_path: str | Path, patterns: Sequence[str] = _FILES) -> Path:
+    """The local folder of a checkpoint; if it is not a path, its files come from the hub."""
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -172,9 +174,8 @@ def _folder(name_or_path: str | Path) -> Path:
         raise ModelError(f"model folder {name} does not exist or is not a folder")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # network, 404, gated, malformed id: all the same to the user
         raise ModelError(
             f"{name} is neither a folder here nor a model that the Hugging Face hub would give "
@@ -199,7 +200,10 @@ def _weight_files(folder: Path) -> list[Path]:
             "code: convert them with transformers' save_pretrained(..., safe_serialization=True)"
         )
     if missing:
-        raise ModelError(f"{folder} lacks {', '.join(missing)}")
+        raise ModelError(
+            f"{folder} lacks {', '.join(missing)}; only safetensors are read (where a model has but "
+            "pickled .bin weights, transformers' save_pretrained converts them)"
+        )
     return files
 
 

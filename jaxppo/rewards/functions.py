@@ -145,7 +145,7 @@ def _call(fn: Callable, name: str, lists: dict[str, Sequence], tokenizer: Any) -
     try:
         result = fn(*args, **accepted)
         return _wait(result) if inspect.isawaitable(result) else result
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() would end a run as if it were done
         text = " ".join([f"{type(error).__name__}:", *str(error).split()])  # on one line
         raise RewardError(f"{name} raised {text.removesuffix(':')}") from error
 

@@ -81,10 +81,14 @@ def sample(
       row_ids: `[B]` int32, the rows' numbers in the whole rollout; 0..B-1 by default.
 
     Raises:
-      ValueError: prompt and response don't fit the model's positions.
+      ValueError: prompt and response don't fit the model's positions, or the mask (where its values
+        are at hand, outside jit) shows padding on the right.
     """
     chex.assert_rank([prompts, prompt_mask], 2)
     chex.assert_equal_shape([prompts, prompt_mask])
+    prompt_mask = jnp.asarray(prompt_mask, bool)
+    if not isinstance(prompt_mask, jax.core.Tracer) and not prompt_mask[:, -1].all():
+        raise ValueError("prompts must be padded on the left: the last column is not all real")
     B, P = prompts.shape
     N = max_new_tokens
     if P + N > model.config.max_positions:

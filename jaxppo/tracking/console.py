@@ -72,12 +72,12 @@ class _Stream:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # a closed stdout is None
             self._stream.write(_encodable(text, self.encoding))
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):
             self._stream.flush()
 
     def isatty(self) -> bool:

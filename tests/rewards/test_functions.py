@@ -374,3 +374,14 @@ def test_a_column_of_scores_is_a_score_a_sample():
     )
     np.testing.assert_array_equal(result.grid, [[0, 0, 1], [0, 2, 0]])
     assert not result.dense
+
+
+def test_exiting_is_a_failure_as_any_other():
+    def fn(samples):
+        raise SystemExit(0)
+
+    with pytest.raises(RewardError, match="the reward function fn raised SystemExit: 0"):
+        call_reward(
+            fn, samples=["a"], prompts=[""], outputs=["a"], tokenizer=None, columns={},
+            lengths=[1], width=1,
+        )  # fmt: skip

@@ -345,6 +345,8 @@ def test_all_positions_can_be_used_and_not_one_more():
     assert np.isfinite(samples.logprobs).all()
     with pytest.raises(ValueError, match=r"prompt of 5 and a response of 4.*8 positions"):
         run(params, jax.random.key(0), PROMPTS, PROMPT_MASK, max_new_tokens=4)
+    with pytest.raises(ValueError, match="padded on the left"):
+        run(params, jax.random.key(0), PROMPTS, PROMPT_MASK[:, ::-1], max_new_tokens=3)
 
 
 def test_samples_of_wide_and_narrow_parameters():
