@@ -201,8 +201,8 @@ def _weight_files(folder: Path) -> list[Path]:
         )
     if missing:
         raise ModelError(
-            f"{folder} lacks {', '.join(missing)}; only safetensors are read (where a model has but "
-            "pickled .bin weights, transformers' save_pretrained converts them)"
+            f"{folder} lacks {', '.join(missing)}; only safetensors are read (where a model has "
+            "none but pickled .bin weights, transformers' save_pretrained converts them)"
         )
     return files
 
