@@ -24,12 +24,14 @@ class Model:
 
     config: the sizes and options everything follows from.
     init: `(key) -> params`, random parameters in float32; the key is consumed.
-    apply: `(params, tokens, *, positions=None, mask=None, segment_ids=None, cache=None) ->
-      (hidden [B, T, D], cache)`. `mask [B, T]` bool marks real tokens (None: all are); padding is
-      seen by no real token. Positions default to the count of real tokens before, so results do
-      not depend on the side or amount of padding. `segment_ids [B, T]` keeps packed samples
-      apart (the caller then gives positions). With a cache, the `T` tokens go to its next
-      slots and see what it holds.
+    apply: `(params, tokens, *, positions=None, mask=None, segment_ids=None, cache=None,
+      hidden=None, first=0, last=None) -> (hidden [B, T, D], cache)`. `mask [B, T]` bool marks real
+      tokens (None: all are); padding is seen by no real token. Positions default to the count of
+      real tokens before, so results do not depend on the side or amount of padding.
+      `segment_ids [B, T]` keeps packed samples apart (the caller then gives positions). With a
+      cache, the `T` tokens go to its next slots and see what it holds. `last` ends the pass before
+      that block (and before the final norm); `first` and `hidden` go on from the states before
+      block `first`, so that a trunk can be computed once for several tops.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`, float32 or wider; apart from `apply`
       so that nobody has to hold `[B, T, V]`.
     logits: `(params, tokens, mask=None) -> [B, T, V]`, the two above in one.
@@ -60,7 +62,18 @@ def build_model(
         tokens = jnp.zeros((1, 1), jnp.int32)
         return module.init(key, tokens, tokens, jnp.ones((1, 1, 1, 1), bool))["params"]
 
-    def apply(params, tokens, *, positions=None, mask=None, segment_ids=None, cache=None):
+    def apply(
+        params,
+        tokens,
+        *,
+        positions=None,
+        mask=None,
+        segment_ids=None,
+        cache=None,
+        hidden=None,
+        first=0,
+        last=None,
+    ):
         chex.assert_rank(tokens, 2)
         B, T = tokens.shape
         if cache is None and T > config.max_positions and positions is None:
@@ -70,6 +83,8 @@ def build_model(
             )
         if segment_ids is not None and (positions is None or cache is not None):
             raise ValueError("segment_ids need explicit positions and no cache")
+        if (hidden is None) != (first == 0) or (cache is not None and (first or last is not None)):
+            raise ValueError("a partial pass takes hidden with first > 0, and no cache")
         if mask is None and cache is not None:
             mask = jnp.ones((B, T), bool)
         if positions is None:
@@ -90,7 +105,14 @@ def build_model(
             causal = jnp.arange(valid.shape[1])[None, :] <= slots[:, None]
             allowed = causal[None] & valid[:, None, :]
         hidden, layers = module.apply(
-            {"params": params}, tokens, positions, allowed[:, None], cache
+            {"params": params},
+            tokens,
+            positions,
+            allowed[:, None],
+            cache,
+            hidden=hidden,
+            first=first,
+            last=last,
         )
         if cache is not None:
             cache = cache.replace(
@@ -103,8 +125,11 @@ def build_model(
 
     def unembed(params, hidden):
         table = params["tokens"]
-        logits = hidden.reshape(-1, hidden.shape[-1]) @ table.T
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        logits = jnp.matmul(
+            hidden.reshape(-1, hidden.shape[-1]),
+            table.astype(hidden.dtype).T,
+            preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32),
+        )
         return logits.reshape(*hidden.shape[:-1], table.shape[0])
 
     def logits(params, tokens, mask=None):

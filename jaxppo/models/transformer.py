@@ -39,6 +39,8 @@ class DecoderConfig:
     initializer_range: standard deviation of freshly initialised weights.
     num_labels: 0 for a language model, else the outputs of a classifier's score head.
     pad_id: the id a classifier's checkpoint pads with, if it names one.
+    compute_dtype: dtype of matrix products and residual stream; None: that of the parameters.
+    lora_scale: alpha / rank, the weight of low-rank adapters where the tree has some.
     """
 
     vocab_size: int
@@ -52,6 +54,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     num_labels: int = 0
     pad_id: int | None = None
+    compute_dtype: str | None = None
+    lora_scale: float = 1.0
 
 
 @struct.dataclass
@@ -93,18 +97,28 @@ def attend(q_BHTK, k_BHSK, v_BHSK, allowed):
 
 
 class Linear(nn.Module):
-    """`x @ kernel + bias` over the last axis, computed on two-dimensional rows."""
+    """`x @ kernel + bias` over the last axis, on two-dimensional rows, in the dtype of `x`.
+
+    Where the tree holds `lora_a [in, rank]` and `lora_b [rank, out]` beside the kernel, it adds
+    `lora_scale * (x @ lora_a) @ lora_b`; without them the layer is the unadapted one.
+    """
 
     features: int
     stddev: float
     use_bias: bool = True
+    lora_scale: float = 1.0
 
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.normal(self.stddev)
-        y = x.reshape(-1, x.shape[-1]) @ self.param("kernel", init, (x.shape[-1], self.features))
+        x_ND = x.reshape(-1, x.shape[-1])
+        y = x_ND @ self.param("kernel", init, (x.shape[-1], self.features)).astype(x.dtype)
+        if self.has_variable("params", "lora_a"):
+            a, b = (self.get_variable("params", f"lora_{part}").astype(x.dtype) for part in "ab")
+            y = y + self.lora_scale * ((x_ND @ a) @ b)
         if self.use_bias:
-            y = y + self.param("bias", nn.initializers.zeros, (self.features,))
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y = y + bias.astype(x.dtype)
         return y.reshape(*x.shape[:-1], self.features)
 
 
@@ -133,7 +147,7 @@ class Attention(nn.Module):
         B, T, _ = x_BTD.shape
 
         def heads(name):
-            y = Linear(c.width, c.initializer_range, name=name)(x_BTD)
+            y = Linear(c.width, c.initializer_range, lora_scale=c.lora_scale, name=name)(x_BTD)
             return y.reshape(B, T, c.heads, -1).swapaxes(1, 2)
 
         q, k, v = heads("query"), heads("key"), heads("value")
@@ -144,7 +158,8 @@ class Attention(nn.Module):
             )
         y_BTD = attend(q, k, v, allowed).swapaxes(1, 2).reshape(B, T, c.width)
         out_stddev = c.initializer_range / (2 * c.layers) ** 0.5
-        return Linear(c.width, out_stddev, name="out")(y_BTD), (k, v)
+        out = Linear(c.width, out_stddev, lora_scale=c.lora_scale, name="out")
+        return out(y_BTD), (k, v)
 
 
 class Block(nn.Module):
@@ -157,32 +172,43 @@ class Block(nn.Module):
             LayerNorm(c.norm_eps, name="norm_1")(x_BTD), allowed, layer_cache, index
         )
         x_BTD = x_BTD + y
-        y = Linear(c.mlp_width, c.initializer_range, name="up")(
+        scale = c.lora_scale
+        y = Linear(c.mlp_width, c.initializer_range, lora_scale=scale, name="up")(
             LayerNorm(c.norm_eps, name="norm_2")(x_BTD)
         )
         out_stddev = c.initializer_range / (2 * c.layers) ** 0.5
-        y = Linear(c.width, out_stddev, name="down")(ACTIVATIONS[c.activation](y))
-        return x_BTD + y, layer_cache
+        down = Linear(c.width, out_stddev, lora_scale=scale, name="down")
+        return x_BTD + down(ACTIVATIONS[c.activation](y)), layer_cache
 
 
 class Decoder(nn.Module):
-    """Token ids to final hidden states. The output projection is apart, see `Model.unembed`."""
+    """Token ids to final hidden states. The output projection is apart, see `Model.unembed`.
+
+    It can be run in two parts: blocks `first` up to `last` only, from the states `hidden` before
+    block `first` instead of from tokens. Final norm only at the very end (`last` None).
+    """
 
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, tokens, positions, allowed, cache=None):
+    def __call__(self, tokens, positions, allowed, cache=None, *, hidden=None, first=0, last=None):
         c = self.config
         init = nn.initializers.normal(c.initializer_range)
-        table = self.param("tokens", init, (c.vocab_size, c.width))
-        position_table = self.param("positions", init, (c.max_positions, c.width))
-        x_BTD = table[tokens] + position_table[positions]
+        if hidden is None:
+            table = self.param("tokens", init, (c.vocab_size, c.width))
+            position_table = self.param("positions", init, (c.max_positions, c.width))
+            x_BTD = table[tokens] + position_table[positions]
+            x_BTD = x_BTD.astype(c.compute_dtype or x_BTD.dtype)
+        else:
+            x_BTD = hidden
         layers = []
-        for i in range(c.layers):
+        for i in range(first, c.layers if last is None else last):
             layer_cache = None if cache is None else (cache.keys[i], cache.values[i])
             index = None if cache is None else cache.index
             x_BTD, written = Block(c, name=f"block_{i}")(x_BTD, allowed, layer_cache, index)
             layers.append(written)
+        if last is not None:
+            return x_BTD, tuple(layers)
         if c.num_labels:  # only creates the parameter; `Model.score` uses it
             self.param("score", init, (c.width, c.num_labels))
         return LayerNorm(c.norm_eps, name="norm")(x_BTD), tuple(layers)
