@@ -100,10 +100,10 @@ def build_model(
             if segment_ids is not None:
                 allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None, :])
         else:
-            valid = jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.index, axis=1)
-            slots = cache.index + jnp.arange(T)
-            causal = jnp.arange(valid.shape[1])[None, :] <= slots[:, None]
-            allowed = causal[None] & valid[:, None, :]
+            slots = jnp.broadcast_to(cache.index[..., None] + jnp.arange(T), (B, T))
+            valid = cache.valid.at[jnp.arange(B)[:, None], slots].set(mask)
+            causal = jnp.arange(valid.shape[1]) <= slots[..., None]
+            allowed = causal & valid[:, None, :]
         hidden, layers = module.apply(
             {"params": params},
             tokens,

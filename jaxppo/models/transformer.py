@@ -60,12 +60,13 @@ class DecoderConfig:
 
 @struct.dataclass
 class KVCache:
-    """Keys and values of the tokens seen so far. Rows advance together, one slot a step.
+    """Keys and values of the tokens seen so far.
 
     keys, values: a tuple with one `[B, H, S, K]` array a layer (head-major: the layout in which
       a decode step reads the cache without reordering it).
     valid: `[B, S]` bool, the slots that hold a real token of the row.
-    index: scalar int32, the next slot to write. The caller sees to it that it stays below `S`.
+    index: int32, the next slot to write: a scalar where rows advance together, `[B]` where each
+      has its own. The caller sees to it that it stays below `S`.
     """
 
     keys: tuple[jax.Array, ...]
@@ -82,6 +83,16 @@ class KVCache:
             values=tuple(map(widen, self.values)),
             valid=jnp.pad(self.valid, ((0, 0), (0, extra))),
         )
+
+
+def write_slots(old, new, index):
+    """Puts `new [B, H, T, K]` into the slots from `index` on (a scalar or `[B]`) of `[B, H, S, K]`."""
+    new = new.astype(old.dtype)
+    if index.ndim == 0:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=2)
+    B, _, T, _ = new.shape
+    slots = index[:, None] + jnp.arange(T)
+    return old.at[jnp.arange(B)[:, None], :, slots].set(new.swapaxes(1, 2))
 
 
 def attend(q_BHTK, k_BHSK, v_BHSK, allowed):
@@ -152,10 +163,7 @@ class Attention(nn.Module):
 
         q, k, v = heads("query"), heads("key"), heads("value")
         if layer_cache is not None:
-            k, v = (
-                jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=2)
-                for old, new in zip(layer_cache, (k, v))
-            )
+            k, v = (write_slots(old, new, index) for old, new in zip(layer_cache, (k, v)))
         y_BTD = attend(q, k, v, allowed).swapaxes(1, 2).reshape(B, T, c.width)
         out_stddev = c.initializer_range / (2 * c.layers) ** 0.5
         out = Linear(c.width, out_stddev, lora_scale=c.lora_scale, name="out")
