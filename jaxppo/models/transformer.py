@@ -86,7 +86,7 @@ class KVCache:
 
 
 def write_slots(old, new, index):
-    """Puts `new [B, H, T, K]` into the slots from `index` on (a scalar or `[B]`) of `[B, H, S, K]`."""
+    """Puts `new [B, H, T, K]` into `old [B, H, S, K]` from slot `index` on, a scalar or `[B]`."""
     new = new.astype(old.dtype)
     if index.ndim == 0:
         return jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=2)

@@ -6,10 +6,12 @@ on with fewer slots. Each row keeps its own place in the cache and its own key, 
 not depend on when or beside whom it was decoded. A prompt that follows itself (the samples of a
 group) is prefilled once.
 
-Letters: `R` rows in all, `B` slots, `G` prompts prefilled at once, `W` their width, `S` cache slots.
+Letters: `R` rows in all, `B` slots, `G` prompts prefilled at once, `W` their width, `S` slots of
+a row's cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -242,10 +244,10 @@ class _Batch(NamedTuple):
 
 def _prefill_batches(prompts: Sequence[np.ndarray], size: int) -> Iterator[_Batch]:
     """Cuts the rows into batches of `size` different prompts; the last is filled up."""
-    new = [True, *(not np.array_equal(a, b) for a, b in zip(prompts, prompts[1:]))]
+    new = [True, *(not np.array_equal(a, b) for a, b in pairwise(prompts))]
     starts = [*np.flatnonzero(new)[::size], len(prompts)]
     widest = max(map(len, prompts))
-    for start, stop in zip(starts, starts[1:]):
+    for start, stop in pairwise(starts):
         first = np.flatnonzero(new[start:stop]) + start
         picked = [prompts[first[min(i, len(first) - 1)]] for i in range(size)]
         lengths = np.asarray([len(prompt) for prompt in picked], np.int32)
