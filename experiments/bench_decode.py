@@ -10,17 +10,13 @@ measured bandwidth. Needs torch for the comparison; without it that line is left
 
 import argparse
 import functools
-import statistics
-import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from bench_common import ceilings, gpt2, rates, take_turns, torch_gpt2
 
-from jaxppo import create_model, sample
+from jaxppo import sample
 from jaxppo.sampling import Options, make_stream, sample_stream
-
-GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 
 
 def main():
@@ -28,8 +24,7 @@ def main():
     for name, default in {"rows": 32, "prompt": 16, "new": 48, "rounds": 5, "ragged": 256}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    model = create_model({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2})
-    params = jax.jit(model.init)(jax.random.key(0))
+    model, params = gpt2()
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 50000, (args.rows, args.prompt)).astype(np.int32)
     mask = np.ones(prompts.shape, bool)
@@ -39,9 +34,7 @@ def main():
     contestants = {"jaxppo": lambda: jax.block_until_ready(ours(params, key, prompts, mask))}
     if (theirs := torch_generate(prompts, args.new)) is not None:
         contestants["transformers"] = theirs
-    contestants["ceiling: product"] = matrix_product()
-    contestants["ceiling: bandwidth"] = bandwidth()
-    times = take_turns(contestants, args.rounds)
+    times = take_turns(contestants | ceilings(), args.rounds)
     tokens = args.rows * args.new
     print(f"decode, {args.rows} rows, {args.prompt} + {args.new} tokens")
     for name in ("jaxppo", "transformers"):
@@ -49,8 +42,7 @@ def main():
             print(f"  {name:14} {times[name]:6.2f} s  {tokens / times[name]:7.0f} tokens/s")
     if "transformers" in times:
         print(f"  ratio          {times['transformers'] / times['jaxppo']:6.2f} x")
-    flops = 2 * PRODUCT**3 / times["ceiling: product"]
-    bytes_s = BYTES / times["ceiling: bandwidth"]
+    flops, bytes_s = rates(times)
     weights = sum(x.size for x in jax.tree.leaves(params)) - 1024 * 768
     length = args.prompt + args.new / 2
     cache = 2 * 12 * args.rows * 768 * length
@@ -89,30 +81,11 @@ def main():
     print(f"  useless steps  {100 * (1 - useful[-1] / steps[-1]):6.1f} %")
 
 
-PRODUCT = 2048
-BYTES = 2**29
-
-
-def matrix_product():
-    x = jnp.ones((PRODUCT, PRODUCT))
-    f = jax.jit(lambda x: x @ x)
-    return lambda: f(x).block_until_ready()
-
-
-def bandwidth():
-    x = jnp.ones(BYTES // 8)  # half of the bytes are read, half are written
-    f = jax.jit(lambda x: x + 1)
-    return lambda: f(x).block_until_ready()
-
-
 def torch_generate(prompts, new):
-    try:
-        import torch
-        import transformers
-    except ImportError:
+    if (net := torch_gpt2()) is None:
         return None
-    config = transformers.GPT2Config(**GPT2)
-    net = transformers.GPT2LMHeadModel(config).eval()
+    import torch
+
     ids = torch.tensor(prompts, dtype=torch.long)
     kwargs = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0}
     kwargs |= {"pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
@@ -122,19 +95,6 @@ def torch_generate(prompts, new):
         net.generate(ids, **kwargs)
 
     return run
-
-
-def take_turns(contestants, rounds):
-    """Median seconds of each, after one call to warm up."""
-    for run in contestants.values():
-        run()
-    times = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, run in contestants.items():
-            began = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(x) for name, x in times.items()}
 
 
 if __name__ == "__main__":

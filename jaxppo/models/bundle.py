@@ -60,7 +60,7 @@ def build_model(
 
     def init(key):
         tokens = jnp.zeros((1, 1), jnp.int32)
-        return module.init(key, tokens, tokens, jnp.ones((1, 1, 1, 1), bool))["params"]
+        return module.init(key, tokens, tokens, jnp.ones((1, 1, 1), bool))["params"]
 
     def apply(
         params,
@@ -93,23 +93,24 @@ def build_model(
             else:
                 seen = 0 if cache is None else cache.valid.sum(1, keepdims=True)
                 positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1) - 1, 0)
+        key_positions = None
         if cache is None:
-            allowed = jnp.tril(jnp.ones((T, T), bool))[None]
-            if mask is not None:
-                allowed = allowed & mask[:, None, :]
-            if segment_ids is not None:
-                allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None, :])
+            allowed = visible(T, mask, segment_ids)
         else:
             slots = jnp.broadcast_to(cache.index[..., None] + jnp.arange(T), (B, T))
-            valid = cache.valid.at[jnp.arange(B)[:, None], slots].set(mask)
-            causal = jnp.arange(valid.shape[1]) <= slots[..., None]
-            allowed = causal & valid[:, None, :]
+            write = lambda old, new: old.at[jnp.arange(B)[:, None], slots].set(new)  # noqa: E731
+            valid = write(cache.valid, mask)
+            allowed = visible_in_cache(slots, valid)
+            if cache.positions is not None:
+                new = jnp.broadcast_to(positions, (B, T)).astype(cache.positions.dtype)
+                key_positions = write(cache.positions, new)
         hidden, layers = module.apply(
             {"params": params},
             tokens,
             positions,
-            allowed[:, None],
+            allowed,
             cache,
+            key_positions=key_positions,
             hidden=hidden,
             first=first,
             last=last,
@@ -120,16 +121,21 @@ def build_model(
                 values=tuple(v for _, v in layers),
                 valid=valid,
                 index=cache.index + T,
+                positions=key_positions,
             )
         return hidden, cache
 
     def unembed(params, hidden):
-        table = params["tokens"]
-        logits = jnp.matmul(
-            hidden.reshape(-1, hidden.shape[-1]),
-            table.astype(hidden.dtype).T,
-            preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32),
-        )
+        if not config.tied and "head" not in params:
+            raise ValueError("these parameters have no output projection: not a language model")
+        table = params["tokens" if config.tied else "head"]
+        x = _project_out(params, hidden.reshape(-1, hidden.shape[-1]))
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.matmul(x, table.astype(x.dtype).T, preferred_element_type=dtype)
+        if config.head_bias:
+            logits = logits + params["head_bias"].astype(dtype)
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         return logits.reshape(*hidden.shape[:-1], table.shape[0])
 
     def logits(params, tokens, mask=None):
@@ -143,17 +149,18 @@ def build_model(
         else:
             last = jnp.max(jnp.where(mask, jnp.arange(T), 0), axis=1)
         state = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        labels = state @ params["score"]
+        labels = _project_out(params, state) @ params["score"]
         return labels.astype(jnp.promote_types(labels.dtype, jnp.float32))
 
     def init_cache(batch, length, dtype=jnp.float32):
-        shape = (batch, config.heads, length, config.width // config.heads)
+        shape = (batch, config.cache_heads, length, config.head_size)
         zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))  # noqa: E731
         return KVCache(
             keys=zeros(),
             values=zeros(),
             valid=jnp.zeros((batch, length), bool),
             index=jnp.zeros((), jnp.int32),
+            positions=jnp.zeros((batch, length), jnp.int32) if config.needs_distances else None,
         )
 
     return Model(
@@ -167,3 +174,25 @@ def build_model(
         hf_config=dict(hf_config),
         generation_config=dict(generation_config),
     )
+
+
+def visible(length: int, mask=None, segment_ids=None):
+    """Which tokens each token may see, `[B or 1, T, T]` bool: real ones of its own segment, not
+    ahead of it. `mask` and `segment_ids` are `[B, T]`; windows are the layers' own matter.
+    """
+    allowed = jnp.tril(jnp.ones((length, length), bool))[None]
+    if mask is not None:
+        allowed = allowed & mask[:, None, :]
+    if segment_ids is not None:
+        allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    return allowed
+
+
+def visible_in_cache(slots, valid):
+    """The same for tokens in the slots `[B, T]` of a cache; `valid [B, S]` includes them."""
+    return (jnp.arange(valid.shape[1]) <= slots[..., None]) & valid[:, None, :]
+
+
+def _project_out(params, x):
+    """From the residual stream's width to the embeddings', where they differ."""
+    return x @ params["project_out"].astype(x.dtype) if "project_out" in params else x

@@ -15,11 +15,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jaxppo.models import gpt2
 from jaxppo.models.bundle import Model, build_model
+from jaxppo.models.families import FAMILIES
 from jaxppo.models.tables import get_path, set_path
-
-FAMILIES = {"gpt2": gpt2.FAMILY}
 
 INDEX_FILE = "model.safetensors.index.json"
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -118,6 +116,8 @@ def save_pretrained(directory: str | Path, model: Model, params, tokenizer=None)
     tensors = {}
     for rule in family.rules(model.config):
         leaves = [np.asarray(get_path(params, path)) for path in rule.paths]
+        if rule.index is not None:
+            leaves = [leaf[rule.index] for leaf in leaves]
         tensors[rule.name] = np.ascontiguousarray(rule.transform.save(*leaves))
     _save_tensors(tensors, directory / "model.safetensors")
     (directory / INDEX_FILE).unlink(missing_ok=True)  # an older sharded checkpoint's; it would win
@@ -224,11 +224,12 @@ def _read_params(folder: Path, model: Model, dtype) -> dict[str, Any]:
     params: dict[str, Any] = {}
     problems = []
     found = set()
+    rows: dict[str, dict[int, jax.Array]] = {}
     for name, tensor in _tensors(_weight_files(folder)):
-        if name.endswith(family.ignored):
-            continue
         known = name if name in rules else family.prefix + name
         rule = rules.get(known)
+        if rule is None and name.endswith(family.ignored):
+            continue
         if rule is None:
             problems.append(f"{name} is not used")
             continue
@@ -242,16 +243,22 @@ def _read_params(folder: Path, model: Model, dtype) -> dict[str, Any]:
             problems.append(f"{name} of shape {tensor.shape} can't become {', '.join(rule.paths)}")
             continue
         for path, leaf in zip(rule.paths, leaves):
-            shape = get_path(wanted, path).shape
+            shape = get_path(wanted, path).shape[0 if rule.index is None else 1 :]
             if leaf.shape != shape:
                 problems.append(f"{name} gives {path} the shape {leaf.shape}, not {shape}")
-            set_path(params, path, jnp.asarray(leaf, dtype))
+            leaf = jnp.asarray(leaf, dtype)
+            if rule.index is None:
+                set_path(params, path, leaf)
+            else:
+                rows.setdefault(path, {})[rule.index] = leaf
     problems += [f"{name} is missing" for name in rules if name not in found]
     if problems:
         shown = "; ".join(problems[:12]) + (
             f"; and {len(problems) - 12} more" * (len(problems) > 12)
         )
         raise ModelError(f"the weights in {folder} do not fit their config.json: {shown}")
+    for path, pieces in rows.items():
+        set_path(params, path, jnp.stack([pieces[i] for i in range(len(pieces))]))
     if (folder / VALUE_HEAD_FILE).exists():
         for name, leaf in _tensors([folder / VALUE_HEAD_FILE]):
             set_path(params, f"value_head/{name.replace('.', '/')}", jnp.asarray(leaf, dtype))

@@ -81,21 +81,10 @@ def make_stream(model: Model, options: Options) -> Stream:
         return Prefilled(cache.replace(index=lengths), model.unembed(params, last))
 
     def insert(state: State, prefilled: Prefilled, key, slots, sources, row_ids):
-        W = prefilled.cache.valid.shape[1]
-        fresh = jax.tree.map(lambda x: x[sources], prefilled.cache)
-        first = begin(row_keys(key, row_ids), fresh, prefilled.logits[sources], options)
-        put = lambda old, new: old.at[slots].set(new, mode="drop")  # noqa: E731
-        front = lambda old, new: old.at[slots, :, :W].set(new, mode="drop")  # noqa: E731
-        old = state.cache
-        length = old.valid.shape[1]
-        cache = KVCache(
-            keys=jax.tree.map(front, old.keys, fresh.keys),
-            values=jax.tree.map(front, old.values, fresh.values),
-            valid=put(old.valid, jnp.pad(fresh.valid, ((0, 0), (0, length - W)))),
-            index=put(old.index, fresh.index),
-        )
-        rest = lambda state: state.replace(cache=None)  # noqa: E731
-        return jax.tree.map(put, rest(state), rest(first)).replace(cache=cache)
+        cache = jax.tree.map(lambda x: x[sources], prefilled.cache)
+        cache = cache.grown(state.cache.valid.shape[1])
+        first = begin(row_keys(key, row_ids), cache, prefilled.logits[sources], options)
+        return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), state, first)
 
     def decode(params, state: State, steps, enough):
         def unfinished(carry):
@@ -112,17 +101,7 @@ def make_stream(model: Model, options: Options) -> Stream:
 
     def resize(state: State, slots, length):
         state = jax.tree.map(lambda x: x[slots], state)
-        cache, extra = state.cache, length - state.cache.valid.shape[1]
-        if extra >= 0:
-            return state.replace(cache=cache.grown(length))
-        cut = lambda x: x[:, :, :length]  # noqa: E731
-        return state.replace(
-            cache=cache.replace(
-                keys=jax.tree.map(cut, cache.keys),
-                values=jax.tree.map(cut, cache.values),
-                valid=cache.valid[:, :length],
-            )
-        )
+        return state.replace(cache=state.cache.grown(length))
 
     def empty(params, B, S):
         keys = row_keys(jax.random.key(0), jnp.zeros(B, jnp.int32))

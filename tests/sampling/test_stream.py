@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_model
+from helpers import random_params, tiny_model
 
-from jaxppo import sample
+from jaxppo import create_model, sample
 from jaxppo.sampling import Options, make_stream, sample_stream
 
 R, N, W, PAD = 61, 24, 8, 36
@@ -37,7 +37,7 @@ def streams(double):
     return functools.cache(lambda **options: make_stream(double[0], Options(N, **options)))
 
 
-@pytest.mark.parametrize("slots", [1, 7, 16, 100])
+@pytest.mark.parametrize("slots", [7, 100])
 def test_a_stream_draws_what_sample_draws(double, streams, slots):
     with jax.enable_x64(True):
         check(double, streams, slots, {"eos_ids": (3, 30), "pad_id": PAD, "top_p": 0.95})
@@ -46,7 +46,18 @@ def test_a_stream_draws_what_sample_draws(double, streams, slots):
 def test_a_stream_draws_what_sample_draws_when_rows_end_at_once_or_never(double, streams):
     with jax.enable_x64(True):
         check(double, streams, 16, {"eos_ids": tuple(range(0, 36, 2)), "pad_id": PAD})
-        check(double, streams, 16, {"eos_ids": (), "pad_id": PAD, "temperature": 0})
+        check(double, streams, 1, {"eos_ids": tuple(range(0, 36, 2)), "pad_id": PAD})
+
+
+def test_a_stream_draws_what_sample_draws_with_windows_and_grouped_queries():
+    config = {"model_type": "mistral", "vocab_size": 37, "hidden_size": 16, "sliding_window": 5}
+    config |= {"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = create_model(config | {"architectures": ["MistralForCausalLM"]})
+    options = {"eos_ids": (3, 30), "pad_id": PAD}
+    with jax.enable_x64(True):
+        params = random_params(model, dtype=jnp.float64)
+        check((model, params), lambda **o: make_stream(model, Options(N, **o)), 16, options)
 
 
 def check(double, streams, slots, options):
