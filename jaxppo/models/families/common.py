@@ -101,8 +101,8 @@ def rope(
     Raises:
       ValueError: a kind of scaling that is not supported, by name.
     """
-    given = {k: v for k, v in (hf.get("rope_parameters") or {}).items() if v is not None}
-    given |= {k: v for k, v in (hf.get("rope_scaling") or {}).items() if v is not None}
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    given = {key: value for key, value in scaling.items() if value is not None}
     named = hf.get("partial_rotary_factor")
     part = given.get("partial_rotary_factor", partial if named is None else named) or 1.0
     if partial is None and part != 1.0:
