@@ -1,21 +1,22 @@
 """Every family against torch's numbers, and nothing in a config is overlooked."""
 
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from make_models import CASES, GOLDEN, write_golden
+from make_models import CASES, GOLDEN, STEPS, padded, tokens, write_golden
 from parity import measure
 from safetensors.numpy import load_file
 
-from jaxppo import create_model, load_pretrained, save_pretrained
+from jaxppo import create_model, load_pretrained, sample, save_pretrained
 from jaxppo.models import ModelError
 from jaxppo.models.experts import Experts, route
 from jaxppo.models.families import FAMILIES
+from jaxppo.models.layers import RMSNorm, alibi_slopes, attend
 from jaxppo.models.rope import Rope, make_rope, rotate, rotation
-from jaxppo.models.transformer import alibi_slopes, attend
 
 TOLERANCE = 2e-4
 
@@ -299,6 +300,26 @@ def test_a_classifier_without_an_output_projection_says_so():
     assert "head" not in params
     with pytest.raises(ValueError, match="no output projection"):
         model.unembed(params, jnp.zeros((1, 1, 32)))
+
+
+def test_norms_around_one_start_at_one():
+    x = jnp.asarray([[3.0, 4.0]])
+    for offset in (0.0, 1.0):
+        params = RMSNorm(0.0, offset).init(jax.random.key(0), x)
+        np.testing.assert_array_equal(params["params"]["scale"], 1.0 - offset)
+        y = RMSNorm(0.0, offset).apply(params, x)
+        np.testing.assert_allclose(y, x / 12.5**0.5, rtol=1e-6)
+
+
+def test_the_sampler_chooses_as_torch_does_where_windows_are_short(tmp_path):
+    golden = write_golden(tmp_path, "gemma3_text")
+    model, params, _ = load_pretrained(tmp_path)
+    prompts, mask = padded(tokens(golden["seed"]), "left")
+    options = {"model": model, "max_new_tokens": STEPS, "temperature": 0}
+    samples = jax.jit(functools.partial(sample, **options))(
+        params, jax.random.key(0), prompts, mask
+    )
+    np.testing.assert_array_equal(samples.tokens, golden["greedy"])
 
 
 def test_caches_hold_the_heads_of_keys_only():

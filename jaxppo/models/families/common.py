@@ -6,9 +6,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxppo.models.layers import ACTIVATIONS
 from jaxppo.models.rope import Rope, make_rope
 from jaxppo.models.tables import Rule, transposed
-from jaxppo.models.transformer import ACTIVATIONS, DecoderConfig
+from jaxppo.models.transformer import DecoderConfig
 
 # options of every family that would change the numbers, and the values with which they don't
 NEUTRAL = {
