@@ -244,9 +244,8 @@ def tokens(seed=0) -> list[np.ndarray]:
     return [rng.randint(3, VOCAB, n) for n in LENGTHS]
 
 
-def padded(rows, side="right") -> tuple[np.ndarray, np.ndarray]:
+def padded(rows, side="right", width=LENGTHS[0] + STEPS) -> tuple[np.ndarray, np.ndarray]:
     """The rows in one grid, filled up with id 0 on one side, and its mask."""
-    width = max(map(len, rows))
     grid, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):
         cut = slice(None, len(row)) if side == "right" else slice(width - len(row), None)

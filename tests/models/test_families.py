@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +201,16 @@ def test_configs_of_transformers_4_mean_the_same(case):
     assert create_model(old | OLD[case] | {"torch_dtype": "float32"}).config == (
         create_model(hf).config
     )
+
+
+PUBLISHED = json.loads((GOLDEN.parent / "published.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_give_the_published_number_of_parameters(name):
+    model = create_model(PUBLISHED[name]["config"])
+    shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    assert sum(math.prod(x.shape) for x in shapes) == PUBLISHED[name]["parameters"]
 
 
 def test_windows_repeat_as_gemma_3_says():
