@@ -1,13 +1,14 @@
 """Makes tiny checkpoints of every decoder family, and what torch `transformers` computes on them.
 
 The weights are a function of tensor name and shape, so that golden files need not hold them:
-`python tests/models/make_models.py` (needs torch) writes, for each case, the config that
+`python tests/models/make_models.py [CASE ...]` (needs torch) writes, for each case, the config that
 `transformers` saved, the names and shapes of its tensors, logits, greedy tokens, gradient norms
 and classifier scores to tests/golden/models/families/. All but `compute` works without torch.
 """
 
 import json
 import pathlib
+import sys
 import tempfile
 import zlib
 
@@ -137,7 +138,18 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
-    "qwen3": ("qwen3", 1, _LLAMA | {"head_dim": 12, "attention_bias": True}),
+    "qwen3": (
+        "qwen3",
+        1,
+        _LLAMA
+        | {
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         1,
@@ -232,9 +244,8 @@ def tokens(seed=0) -> list[np.ndarray]:
     return [rng.randint(3, VOCAB, n) for n in LENGTHS]
 
 
-def padded(rows, side="right") -> tuple[np.ndarray, np.ndarray]:
+def padded(rows, side="right", width=LENGTHS[0] + STEPS) -> tuple[np.ndarray, np.ndarray]:
     """The rows in one grid, filled up with id 0 on one side, and its mask."""
-    width = max(map(len, rows))
     grid, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):
         cut = slice(None, len(row)) if side == "right" else slice(width - len(row), None)
@@ -341,10 +352,10 @@ def compute(case: str, folder, seed=0) -> tuple[dict, dict[str, np.ndarray]]:
     }, arrays  # fmt: skip
 
 
-def main():
-    """Writes all golden files anew."""
+def main(cases):
+    """Writes the golden files of these cases anew."""
     GOLDEN.mkdir(exist_ok=True)
-    for case in CASES:
+    for case in cases:
         for seed in range(20):
             with tempfile.TemporaryDirectory() as folder:
                 kept, arrays = compute(case, folder, seed)
@@ -357,4 +368,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or CASES)

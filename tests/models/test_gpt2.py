@@ -12,7 +12,7 @@ from helpers import GOLDEN_MODELS, tiny_config, tiny_model
 
 from jaxppo import create_model, load_pretrained, sample
 from jaxppo.models import ModelError
-from jaxppo.models.transformer import ACTIVATIONS
+from jaxppo.models.layers import ACTIVATIONS
 
 TOLERANCE = 2e-4
 

@@ -6,9 +6,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxppo.models.layers import ACTIVATIONS
 from jaxppo.models.rope import Rope, make_rope
 from jaxppo.models.tables import Rule, transposed
-from jaxppo.models.transformer import ACTIVATIONS, DecoderConfig
+from jaxppo.models.transformer import DecoderConfig
 
 # options of every family that would change the numbers, and the values with which they don't
 NEUTRAL = {
@@ -101,8 +102,8 @@ def rope(
     Raises:
       ValueError: a kind of scaling that is not supported, by name.
     """
-    given = {k: v for k, v in (hf.get("rope_parameters") or {}).items() if v is not None}
-    given |= {k: v for k, v in (hf.get("rope_scaling") or {}).items() if v is not None}
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    given = {key: value for key, value in scaling.items() if value is not None}
     named = hf.get("partial_rotary_factor")
     part = given.get("partial_rotary_factor", partial if named is None else named) or 1.0
     if partial is None and part != 1.0:

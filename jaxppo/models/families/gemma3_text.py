@@ -25,19 +25,15 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     if hf.get("layer_types"):
         sliding = [kind == "sliding_attention" for kind in hf["layer_types"]]
     # one rotation a kind of layer: nested in transformers 5, under names of their own in 4
-    nested = hf.get("rope_parameters") or {}
+    nested, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     far = {"rope_theta": hf.get("rope_theta") or 1e6, **(nested.get("full_attention") or {})}
-    near = {
-        "rope_theta": hf.get("rope_local_base_freq") or 1e4,
-        **(nested.get("sliding_attention") or {}),
-    }
-    head_dim = hf.get("head_dim") or 256
-    ropes = [
-        rope({**hf, "rope_parameters": far}, head_dim),
-        rope({**hf, "rope_parameters": near, "rope_scaling": None}, head_dim),
-    ]
-    plain = {**hf, "num_key_value_heads": hf.get("num_key_value_heads") or 4}
-    fields = llama_fields({**plain, "rope_parameters": far}, head_dim=256) | gemma_fields(hf)
+    near = {"rope_theta": hf.get("rope_local_base_freq") or 1e4}
+    near |= nested.get("sliding_attention") or {}
+    far, near = ({**hf, "rope_scaling": p} for p in ({**far, **scaling}, near))
+    fields = llama_fields({"num_key_value_heads": 4, **far}, head_dim=256) | gemma_fields(hf)
+    local, limit = rope(near, fields["head_dim"])
+    fields["ropes"] = tuple(local if s else r for r, s in zip(fields["ropes"], sliding))
+    fields["max_positions"] = min(limit, fields["max_positions"])
     return decoder(
         hf,
         tied=True,
@@ -46,11 +42,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
         logit_softcap=hf.get("final_logit_softcapping"),
         neutral={"attn_logit_softcapping": None},
-        **fields
-        | {
-            "ropes": tuple(ropes[slides][0] for slides in sliding),
-            "max_positions": min(limit for _, limit in ropes),
-        },
+        **fields,
         **windows,
     )
 

@@ -11,12 +11,11 @@ from jaxppo.models.transformer import DecoderConfig
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Reads a Phi-3 `config.json`."""
-    scaling = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in ("su", "yarn"):  # what the first checkpoints call longrope
-        scaling |= {"rope_type": "longrope", "type": "longrope"}
-    renamed = {"original_max_position_embeddings": 4096, **hf, "rope_parameters": scaling}
-    fields = llama_fields({**renamed, "rope_scaling": None}, eps=1e-5, partial=1.0)
+    scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # names of longrope once
+        scaling["rope_type"] = "longrope"
+    renamed = {"original_max_position_embeddings": 4096, **hf, "rope_scaling": scaling}
+    fields = llama_fields(renamed, eps=1e-5, partial=1.0)
     fields |= {"qkv_bias": False, "out_bias": False}
     return decoder(hf, tied=False, **fields, **windows_everywhere(hf))
 
