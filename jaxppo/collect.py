@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxppo.experience import Rollout
+from jaxppo.policy import Policy
 from jaxppo.programs import Scored
 from jaxppo.prompts import Prompts, decode_outputs, left_pad, take
 from jaxppo.rewards.functions import call_reward
@@ -58,7 +59,8 @@ class Collected(NamedTuple):
 
 
 def collect(
-    params,
+    trained,
+    policy: Policy,
     key: jax.Array,
     prompts: Prompts,
     *,
@@ -74,11 +76,11 @@ def collect(
     """Samples a response to each prompt and scores it.
 
     Args:
-      params: the policy's.
+      trained, policy: the parameters, in two trees.
       key: consumed; row `i` of `prompts` draws with `fold_in(key, i)`.
       prompts: `R` of them. The last chunk is filled up with rows that count for nothing.
       generate: `Programs.generate` or `generate_eval`.
-      score: `(params, rollout, sampler_logprobs) -> Scored`, runs on the device while the reward
+      score: `(trained, rollout, sampler_logprobs) -> Scored`, runs on the device while the reward
         function works on the host; None: no log-probs.
       task, tokenizer: for text and scores.
       chunk_size: rows sampled and scored in one go.
@@ -86,7 +88,7 @@ def collect(
       pad_id: what they are padded with.
       on_chunk: called after each chunk.
     """
-    total = len(prompts.ids)
+    total, params = len(prompts.ids), policy.merged(trained)
     began = time.perf_counter()
     generating = rewarding = 0.0
     rollouts, scoreds, grids, totals, ended = [], [], [], [], []
@@ -103,7 +105,7 @@ def collect(
             jnp.asarray(tokens), jnp.asarray(mask), samples.tokens, samples.mask, samples.kept
         )
         if score is not None:  # dispatched before the host waits for the tokens
-            scoreds.append(score(params, rollout, samples.logprobs))
+            scoreds.append(score(trained, rollout, samples.logprobs))
         response, lengths = np.asarray(samples.tokens), np.asarray(samples.mask.sum(1))
         generating += time.perf_counter() - clock
         clock = time.perf_counter()

@@ -9,16 +9,17 @@ a mistake is told before a model is. What differs from trlx:
   below for the rest, not those of torch or transformers (`top_k` 0, not 50);
 - `gen_experience_kwargs` changes single options of `gen_kwargs` for rollouts; trlx replaced all;
 - rollouts must sample: greedy decoding and beam search cannot be replayed as a policy;
-- `num_layers_unfrozen` is -1, all layers train (trlx's PPO default 2 is not supported yet);
+- `num_layers_unfrozen` is -1 by default, all layers train (trlx's PPO configs say 2);
 - `minibatch_size` changes the memory a step takes and never its result;
 - evaluations and checkpoints, counted in optimizer steps, happen at the end of the cycle they
   fall in, and a cycle is run whole: at least `total_steps` steps are done unless `epochs` ends;
 - `tracker` is None by default, and JSON lines are always written;
 - gradients are clipped to norm 1 (`optimizer.max_grad_norm`; trlx did not clip).
 
-New beside trlx's: `train.{resume, keep_checkpoints, log_samples}`, `model.value_head`,
-`tokenizer.truncate_prompts`, `optimizer.max_grad_norm`, `scheduler.warmup_steps`,
-`method.{kl_estimator, approx_kl_stop, whiten_advantages}`.
+New beside trlx's: `train.{resume, keep_checkpoints, log_samples, cache_trunk,
+critic_warmup_steps}`, `model.{value_head, critic_path, compute_dtype, lora}` (trlx's `peft_config`
+is read as `lora`), `tokenizer.truncate_prompts`, `optimizer.{max_grad_norm, critic_lr}`,
+`scheduler.warmup_steps`, `method.{kl_estimator, approx_kl_stop, whiten_advantages}`.
 """
 
 import difflib
@@ -62,12 +63,21 @@ def default_config() -> ConfigDict:
         "tags": (),
         "seed": 1000,
         "log_samples": 4,  # rows of the sample table at an evaluation
+        "cache_trunk": True,  # keep the states of layers that are not trained over the epochs
+        "critic_warmup_steps": 0,  # first optimizer steps, in which only what gives values learns
     }
     model = {
         "model_path": placeholder(str),  # a folder or a Hugging Face name
         "model_arch_type": "causal",
-        "num_layers_unfrozen": -1,
+        "num_layers_unfrozen": -1,  # -1: all train; N: the top N blocks; 0: the final norm
         "value_head": "mlp",  # "linear" | "mlp"
+        "critic_path": placeholder(str),  # a separate critic begins with this checkpoint
+        "compute_dtype": "auto",  # "float32" | "bfloat16"; auto: the latter on accelerators
+        "lora": {
+            "rank": placeholder(int),  # None: no adapters
+            "alpha": 16.0,  # adapters count alpha / rank
+            "targets": ("all-linear",),  # regular expressions on layers' paths, or peft's names
+        },
     }
     tokenizer = {
         "tokenizer_path": placeholder(str),  # None: the model's
@@ -86,6 +96,7 @@ def default_config() -> ConfigDict:
             "nesterov": False,  # sgd
         },
         "max_grad_norm": FieldReference(1.0),  # None or 0: no clipping
+        "critic_lr": placeholder(float),  # of what gives values; None: as the rest
     }
     scheduler = {
         "name": "cosine_annealing",  # "cosine_annealing" | "linear" | "constant"
@@ -118,7 +129,7 @@ def default_config() -> ConfigDict:
         "kl_estimator": "k1",  # the penalty of a token: "k1" | "k2" | "k3" | "abs"
         "approx_kl_stop": placeholder(float),  # nats; past it, skip the cycle's remaining updates
         "whiten_advantages": True,
-        "num_value_layers_unfrozen": 0,
+        "num_value_layers_unfrozen": 0,  # N: values come from a copy of the top N blocks
         "gen_kwargs": {
             "max_new_tokens": 40,
             "min_new_tokens": 0,
@@ -167,7 +178,6 @@ _FOREIGN = {
     "train.logging_dir": ("logs go to the run folder, set train.checkpoint_dir", None),
     "train.rollout_logging_dir": ("it is not supported yet, leave it out", None),
     "train.resume_from_checkpoint": ("set train.checkpoint_dir to the folder of that run", None),
-    "model.peft_config": ("adapters are not supported yet, leave it out", None),
     "model.model_extra_configs": ("it is not supported, leave it out", None),
     "tokenizer.tokenizer_extra_configs": ("it is not supported, leave it out", None),
     "method.gen_kwargs.max_length": ("use max_new_tokens, which excludes the prompt", None),
@@ -336,7 +346,7 @@ _RANGES = (
         """train.total_steps train.seq_length train.epochs train.batch_size train.minibatch_size
         train.eval_interval train.checkpoint_interval train.keep_checkpoints method.ppo_epochs
         method.num_rollouts method.chunk_size method.horizon scheduler.kwargs.T_max
-        scheduler.kwargs.total_iters method.gen*.max_new_tokens""",
+        scheduler.kwargs.total_iters method.gen*.max_new_tokens model.lora.rank""",
     ),
     (
         "at least 0",
@@ -344,13 +354,14 @@ _RANGES = (
         """train.log_samples method.init_kl_coef method.vf_coef method.cliprange_reward
         optimizer.max_grad_norm optimizer.kwargs.weight_decay scheduler.kwargs.eta_min
         scheduler.warmup_steps method.gen*.min_new_tokens method.gen*.temperature
-        method.gen*.top_k""",
+        method.gen*.top_k train.critic_warmup_steps method.num_value_layers_unfrozen""",
     ),
     (
         "above 0",
         lambda v: v > 0,
         """method.target method.cliprange method.cliprange_value method.approx_kl_stop
-        method.ref_std optimizer.kwargs.lr optimizer.kwargs.eps""",
+        method.ref_std optimizer.kwargs.lr optimizer.kwargs.eps optimizer.critic_lr
+        model.lora.alpha""",
     ),
     ("from 0 to 1", lambda v: 0 <= v <= 1, "method.gamma method.lam scheduler.kwargs.end_factor"),
     ("above 0, at most 1", lambda v: 0 < v <= 1, "method.gen*.top_p scheduler.kwargs.start_factor"),
@@ -363,15 +374,11 @@ _RANGES = (
     ("a list of strings", lambda v: all(isinstance(tag, str) for tag in v), "train.tags"),
     ("from 0 to 4294967295", lambda v: 0 <= v < 2**32, "train.seed"),
     ("the path of a folder", bool, "train.checkpoint_dir"),
+    ("-1 (all layers) or a number of layers", lambda v: v >= -1, "model.num_layers_unfrozen"),
     (
-        "-1 (train all layers), since other values are not supported yet",
-        lambda v: v == -1,
-        "model.num_layers_unfrozen",
-    ),
-    (
-        "0 (a head on the last layer), since other values are not supported yet",
-        lambda v: v == 0,
-        "method.num_value_layers_unfrozen",
+        "a list of names or regular expressions",
+        lambda v: bool(v) and all(isinstance(target, str) for target in v),
+        "model.lora.targets",
     ),
 )
 
@@ -379,6 +386,7 @@ _CHOICES = {
     "train.tracker": (("tensorboard", "wandb"), "; JSON lines are written in any case"),
     "model.model_arch_type": (("causal",), "; encoder-decoder models are not supported yet"),
     "model.value_head": (("linear", "mlp"), ""),
+    "model.compute_dtype": (("auto", "float32", "bfloat16"), ""),
     "tokenizer.padding_side": (("left",), ", since a response starts where its prompt ends"),
     "tokenizer.truncation_side": (("left", "right"), ""),
     "optimizer.name": (tuple(OPTIMIZERS), "; others are not supported yet"),
@@ -427,6 +435,16 @@ def _contradictions(config: ConfigDict) -> Iterator[str]:
         yield "method.ref_mean and method.ref_std belong together; give both or neither"
     if m.ref_std is not None and m.scale_reward != "ref":
         yield "method.ref_std has no effect unless method.scale_reward is 'ref'; set or drop it"
+    if config.model.lora.rank and config.model.num_layers_unfrozen != -1:
+        yield (
+            "model.lora trains adapters only, but model.num_layers_unfrozen "
+            f"{config.model.num_layers_unfrozen} asks for layers; set -1, or drop the adapters"
+        )
+    if config.model.critic_path and m.num_value_layers_unfrozen:
+        yield (
+            "model.critic_path and method.num_value_layers_unfrozen are two ways to get values; "
+            "set one of them"
+        )
     if o.name == "sgd" and o.kwargs.nesterov and o.kwargs.momentum == 0:
         yield "optimizer.kwargs.nesterov needs optimizer.kwargs.momentum above 0; set it so"
     # With a period far beyond the run, as trlx's 1e12, eta_min plays no part.
@@ -490,7 +508,11 @@ def _merge(
         value = {rest: value} if rest else value
         path = prefix + name
         foreign = path.replace(".gen_experience_kwargs.", ".gen_kwargs.")
-        if foreign in _FOREIGN:
+        if path == "model.peft_config":
+            lora, sentences = _read_peft(value)
+            problems += sentences
+            _merge(config.lora, lora, "model.lora.", problems)
+        elif foreign in _FOREIGN:
             advice, harmless = _FOREIGN[foreign]
             given = value.lower() if isinstance(value, str) else value
             if given and harmless is not _ANY and given != harmless:
@@ -506,6 +528,33 @@ def _merge(
             optional = isinstance(fields[name], FieldReference)
             sentence = _assign(config, name, path, value, optional)
             problems += [sentence] if sentence else []
+
+
+def _read_peft(value: Any) -> tuple[dict[str, Any], list[str]]:
+    """Reads a peft config as `model.lora`; returns it and what can't be honoured."""
+    if not value:
+        return {}, []
+    given = {key: x for key, x in _as_mapping(value).items() if x not in (None, False, [], {}, "")}
+    kind = given.pop("peft_type", "LORA")
+    if getattr(kind, "value", kind) != "LORA":
+        return {}, [f"model.peft_config asks for {kind}; only LORA is supported"]
+    names = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+    lora = {"rank": 8, "alpha": 8.0}  # peft's defaults
+    lora |= {names[key]: given.pop(key) for key in list(given) if key in names}
+    if "targets" in lora:
+        targets = lora["targets"]
+        lora["targets"] = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+    harmless = {
+        "task_type",
+        "inference_mode",
+        "base_model_name_or_path",
+        "revision",
+        "peft_version",
+    }
+    harmless |= {"init_lora_weights", "fan_in_fan_out", "auto_mapping", "runtime_config"}
+    neutral = {"bias": "none", "lora_dropout": 0, "arrow_config": None}
+    odd = [k for k, x in given.items() if k not in harmless and x != neutral.get(k, _ANY)]
+    return lora, [f"model.peft_config.{name} is not supported; leave it out" for name in odd]
 
 
 def _assign(config: ConfigDict, name: str, path: str, value: Any, optional: bool) -> str | None:

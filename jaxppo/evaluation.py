@@ -19,6 +19,7 @@ def evaluate(run: Run, state: LoopState, progress: Progress) -> Progress:
     with tracking.phase(run.console, "evaluation", chunks) as advance:
         collected = collect(
             state.ppo.params,
+            run.policy,
             jax.random.fold_in(run.keys.evaluations, progress.step),
             run.eval_prompts,
             generate=programs.generate_eval,

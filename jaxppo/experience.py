@@ -20,6 +20,7 @@ class Rollout(NamedTuple):
     prompts, prompt_mask: `[B, P]`, padded on the left.
     tokens, mask: `[B, N]`, padded on the right.
     kept: `[B, N]` from `Samples`, None without truncation.
+    trunk: `[B, P+N-1, D]` from `make_trunk`, states that need no computing; None: all are computed.
     """
 
     prompts: jax.Array
@@ -27,6 +28,27 @@ class Rollout(NamedTuple):
     tokens: jax.Array
     mask: jax.Array
     kept: jax.Array | None = None
+    trunk: jax.Array | None = None
+
+
+def make_trunk(model: Model, layers: int):
+    """Makes `trunk(params, rollout) -> [B, P+N-1, D]`: the states after so many blocks.
+
+    Where no gradient reaches those blocks, and policy and reference share them, they are computed
+    once: put the result into `Rollout.trunk` and tell `make_evaluate` their number.
+    """
+
+    def trunk(params, rollout: Rollout):
+        tokens, mask = _fed(rollout)
+        return model.apply(params, tokens, mask=mask, last=layers)[0]
+
+    return trunk
+
+
+def _fed(rollout: Rollout):
+    """Tokens and mask of what the model is fed; the last response token predicts nothing."""
+    tokens = jnp.concatenate([rollout.prompts, rollout.tokens[:, :-1]], axis=1)
+    return tokens, jnp.concatenate([rollout.prompt_mask, rollout.mask[:, :-1]], axis=1)
 
 
 def make_evaluate(
@@ -39,17 +61,23 @@ def make_evaluate(
     eos_ids: tuple[int, ...] = (),
     min_new_tokens: int = 0,
     chunk_size: int | None = None,
+    trunk_layers: int = 0,
+    critic: Model | None = None,
 ):
     """Makes the transformer's `evaluate(params, batch) -> Evaluation`.
 
     It reproduces the log-probs of `sample` called with the same options. The batch is a
     `PPOBatch` whose `inputs` is a `Rollout`, or a `Rollout` by itself. Values come from
-    `params["value_head"]`, and are 0 without one.
+    `params["value_head"]`, and are 0 without one. The head reads the last states of the policy; or
+    of the blocks and the norm in `params["value_branch"]`, put in place of the policy's top ones;
+    or of a model of its own with the parameters `params["critic"]`.
 
     Args:
       model: the bundle of functions.
       temperature, top_k, top_p, min_p, eos_ids, min_new_tokens: as given to `sample`.
       chunk_size: tokens whose logits exist at once; None picks about 64 MB of them.
+      trunk_layers: after how many blocks the states in `Rollout.trunk` are, if it has some.
+      critic: the separate critic's architecture.
 
     Raises:
       ValueError: temperature 0. Greedy decoding has no distribution to take a ratio of.
@@ -58,6 +86,24 @@ def make_evaluate(
         raise ValueError("temperature must be above 0: greedy samples can't be trained on")
     truncating = is_truncating(top_k=top_k, top_p=top_p, min_p=min_p)
     chunk_size = chunk_size or max(128, 2**24 // model.config.vocab_size)
+
+    def forward(params, rollout: Rollout):
+        """Final states of the policy, and those that the value head reads."""
+        tokens, mask = _fed(rollout)
+        hidden, first = rollout.trunk, trunk_layers if rollout.trunk is not None else 0
+        branch = params.get("value_branch")
+        value_hidden = None
+        if branch is not None:
+            top = model.config.layers - sum(name.startswith("block_") for name in branch)
+            hidden, _ = model.apply(params, tokens, mask=mask, hidden=hidden, first=first, last=top)
+            first = top
+            value_hidden, _ = model.apply(
+                {**params, **branch}, tokens, mask=mask, hidden=hidden, first=first
+            )
+        elif "critic" in params:
+            value_hidden, _ = critic.apply(params["critic"], tokens, mask=mask)
+        hidden, _ = model.apply(params, tokens, mask=mask, hidden=hidden, first=first)
+        return hidden, hidden if value_hidden is None else value_hidden
 
     def evaluate(params, batch) -> Evaluation:
         rollout: Rollout = batch.inputs if isinstance(batch, PPOBatch) else batch
@@ -68,12 +114,7 @@ def make_evaluate(
                 "these samples were drawn without top_k, top_p and min_p, but are evaluated with "
                 "them: pass Samples.kept in the Rollout, or evaluate as they were sampled"
             )
-        # the last response token predicts nothing, so it is not fed
-        hidden, _ = model.apply(
-            params,
-            jnp.concatenate([rollout.prompts, rollout.tokens[:, :-1]], axis=1),
-            mask=jnp.concatenate([rollout.prompt_mask, rollout.mask[:, :-1]], axis=1),
-        )
+        hidden, value_hidden = forward(params, rollout)
         states = response_states(hidden, P, response_length=N)
 
         def logits_fn(states, tokens, step, kept):
@@ -87,6 +128,7 @@ def make_evaluate(
             logits_fn, states, rollout.tokens, step, kept, chunk_size=chunk_size
         )
         if "value_head" in params:
+            states = response_states(value_hidden, P, response_length=N)
             values = apply_value_head(params["value_head"], states)
         else:
             values = jnp.zeros_like(logprobs)

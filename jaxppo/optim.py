@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxppo.models.trainable import HEADS
+
 
 def make_schedule(
     name: str, kwargs: dict[str, Any], lr: float, warmup_steps: int
@@ -31,6 +33,22 @@ def make_schedule(
     # the first step already has a rate above 0
     warmup = lambda step: schedule(0) * (step + 1) / (warmup_steps + 1)  # noqa: E731
     return optax.join_schedules([warmup, schedule], [warmup_steps])
+
+
+def delayed(schedule: optax.Schedule, steps: int) -> optax.Schedule:
+    """The same rates, `steps` later; before that, 0."""
+    return lambda step: jnp.where(step < steps, 0.0, schedule(jnp.maximum(step - steps, 0)))
+
+
+def by_part(
+    policy: optax.GradientTransformation, critic: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """One optimizer for what only values come from (`HEADS`), and one for the rest of the tree."""
+    label = lambda name, part: jax.tree.map(lambda _: name, part)  # noqa: E731
+    labels = lambda params: {  # noqa: E731
+        key: label("critic" if key in HEADS else "policy", part) for key, part in params.items()
+    }
+    return optax.multi_transform({"policy": policy, "critic": critic}, labels)
 
 
 def make_optimizer(

@@ -1,8 +1,7 @@
 """The compiled functions of a run. Each is traced once: shapes never change from cycle to cycle."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,11 @@ from ml_collections import ConfigDict
 from jaxppo import config as configs
 from jaxppo.core.batch import Evaluation
 from jaxppo.core.kl import KLController, adaptive_kl, fixed_kl
-from jaxppo.experience import Rollout, make_evaluate, make_experience
-from jaxppo.models import Model
-from jaxppo.optim import make_optimizer, make_schedule
+from jaxppo.experience import Rollout, make_evaluate, make_experience, make_trunk
+from jaxppo.models import merge
+from jaxppo.models.trainable import without_heads
+from jaxppo.optim import by_part, delayed, make_optimizer, make_schedule
+from jaxppo.policy import Policy
 from jaxppo.ppo import PPOConfig, ppo_step
 from jaxppo.rewards.scaling import scale_scores
 from jaxppo.sampling import sample
@@ -26,11 +27,13 @@ class Scored(NamedTuple):
     old: the policy's evaluation, `[B, N]` each.
     ref_logprobs: `[B, N]`, the reference's log-probs of the same tokens, same transform.
     gap: `[B]`, the largest difference of a row's log-probs between sampler and scorer.
+    trunk: states of the blocks that are not trained, for `Rollout.trunk`; None where all are.
     """
 
     old: Evaluation
     ref_logprobs: jax.Array
     gap: jax.Array
+    trunk: jax.Array | None = None
 
 
 class Programs(NamedTuple):
@@ -38,10 +41,10 @@ class Programs(NamedTuple):
 
     generate, generate_eval: `(params, key, prompts, prompt_mask, row_ids) -> Samples`, with the
       options of rollouts and of evaluations.
-    score: `(params, ref_params, rollout, sampler_logprobs) -> Scored`; log-probs are those of the
-      distribution that `generate` samples from.
+    score: `(trained, frozen, initial, rollout, sampler_logprobs) -> Scored`, trees as in `Policy`;
+      log-probs are those of the distribution that `generate` samples from.
     experience: `(rollout, grid, totals, scaling, scored, kl_coef) -> (batch, scaling, metrics)`.
-    update: `(state, batch, key) -> (state, metrics)`; the state is donated.
+    update: `(state, frozen, batch, key) -> (state, metrics)`; the state is donated.
     optimizer, kl: what the state is made with.
     learning_rate: `(step) -> rate`.
     same_sampling: whether evaluations sample as rollouts do, so that `score` fits them too.
@@ -59,17 +62,18 @@ class Programs(NamedTuple):
 
 
 def make_programs(
-    config: ConfigDict, model: Model, *, eos_ids: tuple[int, ...], pad_id: int, stops
+    config: ConfigDict, policy: Policy, *, eos_ids: tuple[int, ...], pad_id: int, stops
 ) -> Programs:
     """Builds the functions of a run. Compiles nothing yet.
 
     Args:
       config: a valid config.
-      model: the policy's (and reference's) architecture.
+      policy: architectures and modes; its parameters are not read.
       eos_ids: the model's own ids that end a response; the config's take precedence.
       pad_id: what fills up responses.
       stops: from `stop_table`, or None.
     """
+    model = policy.model
     options = {}
     for rollouts in (True, False):
         kwargs = configs.rollout_kwargs(config) if rollouts else configs.eval_kwargs(config)
@@ -87,13 +91,18 @@ def make_programs(
         return jax.jit(generate)
 
     generate = generator(options[True])
-    policy = {key: value for key, value in options[True].items() if key != "max_new_tokens"}
-    evaluate = make_evaluate(model, **policy)
+    drawn = {key: value for key, value in options[True].items() if key != "max_new_tokens"}
+    evaluate = make_evaluate(model, trunk_layers=policy.trunk_layers, critic=policy.critic, **drawn)
+    trunk = make_trunk(model, policy.trunk_layers) if policy.trunk_layers else None
 
-    def score(params, ref_params, rollout: Rollout, sampler_logprobs):
-        old = evaluate(params, rollout)
+    def score(trained, frozen, initial, rollout: Rollout, sampler_logprobs):
+        if trunk is not None:  # shared by policy and reference
+            rollout = rollout._replace(trunk=trunk(frozen, rollout))
+        old = evaluate(merge(trained, frozen), rollout)
+        reference = evaluate(without_heads(merge(initial, frozen)), rollout)
         difference = jnp.where(rollout.mask, jnp.abs(old.logprobs - sampler_logprobs), 0.0)
-        return Scored(old, evaluate(ref_params, rollout).logprobs, difference.max(1))
+        kept = rollout.trunk if config.train.cache_trunk else None
+        return Scored(old, reference.logprobs, difference.max(1), kept)
 
     method = config.method
 
@@ -102,7 +111,7 @@ def make_programs(
             grid, totals, scaling, mode=method.scale_reward, clip=method.cliprange_reward
         )
         batch, metrics = make_experience(
-            rollout,
+            rollout._replace(trunk=scored.trunk),
             grid,
             scored.old,
             scored.ref_logprobs,
@@ -122,22 +131,34 @@ def make_programs(
     )
     o, s = config.optimizer, config.scheduler
     schedule = make_schedule(s.name, configs.scheduler_kwargs(config), o.kwargs.lr, s.warmup_steps)
-    optimizer = make_optimizer(o.name, configs.optimizer_kwargs(config), schedule, o.max_grad_norm)
-    update = partial(
-        ppo_step,
-        evaluate=evaluate,
-        optimizer=optimizer,
-        kl=kl,
-        config=PPOConfig(
-            ppo_epochs=method.ppo_epochs,
-            batch_size=config.train.batch_size,
-            minibatch_size=config.train.minibatch_size,
-            cliprange=method.cliprange,
-            cliprange_value=method.cliprange_value,
-            vf_coef=method.vf_coef,
-            approx_kl_stop=method.approx_kl_stop,
-        ),
+    kwargs = configs.optimizer_kwargs(config)
+    optimizer = make_optimizer(o.name, kwargs, schedule, o.max_grad_norm)
+    if o.critic_lr or config.train.critic_warmup_steps:
+        steps = config.train.critic_warmup_steps
+        rate = o.critic_lr or o.kwargs.lr
+        critic = make_schedule(s.name, configs.scheduler_kwargs(config), rate, s.warmup_steps)
+        schedule = delayed(schedule, steps)
+        optimizer = by_part(
+            make_optimizer(o.name, kwargs, schedule, o.max_grad_norm),
+            make_optimizer(o.name, kwargs, critic, o.max_grad_norm),
+        )
+    settings = PPOConfig(
+        ppo_epochs=method.ppo_epochs,
+        batch_size=config.train.batch_size,
+        minibatch_size=config.train.minibatch_size,
+        cliprange=method.cliprange,
+        cliprange_value=method.cliprange_value,
+        vf_coef=method.vf_coef,
+        approx_kl_stop=method.approx_kl_stop,
     )
+
+    def update(state, frozen, batch, key):
+        return ppo_step(
+            state, batch, key,
+            evaluate=lambda trained, batch: evaluate(merge(trained, frozen), batch),
+            optimizer=optimizer, kl=kl, config=settings,
+        )  # fmt: skip
+
     return Programs(
         generate=generate,
         generate_eval=generate if same else generator(options[False]),
@@ -152,7 +173,7 @@ def make_programs(
 
 
 def memory_lines(
-    config: ConfigDict, model: Model, params: Any, programs: Programs, width: int
+    config: ConfigDict, policy: Policy, programs: Programs, width: int
 ) -> list[tuple[str, str]]:
     """Estimates the memory of a run before anything is compiled, as lines for the plan.
 
@@ -160,25 +181,32 @@ def memory_lines(
     pass keeps of each token, to within some tens of percent.
     """
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
-    c = model.config
-    policy, state = size(params), size(jax.eval_shape(programs.optimizer.init, params))
+    c = policy.model.config
+    trained, frozen = size(policy.trained), size(policy.frozen)
+    state = size(jax.eval_shape(programs.optimizer.init, policy.trained))
     new = configs.rollout_kwargs(config)["max_new_tokens"]
     tokens = width + new
     rows = config.train.minibatch_size or config.train.batch_size
-    cache = 2 * config.method.chunk_size * c.layers * c.width * tokens * 4
+    bytes_each = 2 if c.compute_dtype == "bfloat16" else 4
+    cache = 2 * config.method.chunk_size * c.layers * c.cache_heads * c.head_size * tokens
+    cache *= bytes_each
     block = 10 * c.width + 3 * c.mlp_width + 2 * c.heads * tokens
-    activations = rows * tokens * c.layers * block * 4 + 3 * 2**24 * 4
+    deep = c.layers - policy.trunk_layers
+    activations = rows * tokens * deep * block * bytes_each + 3 * 2**24 * 4
+    trunk = 0
+    if policy.trunk_layers and config.train.cache_trunk:
+        trunk = configs.plan(config, 1).rollouts_per_cycle * tokens * c.width * bytes_each
     parts = {
-        "policy": policy,
-        "reference": size({k: v for k, v in params.items() if k != "value_head"}),
-        "gradients": policy,
+        "policy": trained + frozen,
+        "reference": size(policy.initial),
+        "gradients": trained,
         "optimizer": state,
         "activations": activations,
+        "trunk": trunk,
         "cache": cache,
     }
-    detail = ", ".join(f"{name} {amount / 2**20:,.0f}" for name, amount in parts.items())
-    count = sum(x.size for x in jax.tree.leaves(params))
+    detail = ", ".join(f"{name} {x / 2**20:,.0f}" for name, x in parts.items() if x)
     return [
-        ("parameters", f"{count / 1e6:,.1f} million"),
+        ("trained", policy.description),
         ("memory", f"about {sum(parts.values()) / 2**20:,.0f} MiB ({detail})"),
     ]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxppo import checkpoint, tracking
@@ -19,10 +18,11 @@ from jaxppo.models import (
     Model,
     ModelError,
     eos_ids,
-    init_value_head,
     load_pretrained,
     load_tokenizer,
 )
+from jaxppo.models.trainable import without_heads
+from jaxppo.policy import Policy, make_policy
 from jaxppo.ppo import PPOState, ppo_init
 from jaxppo.programs import Programs, make_programs, memory_lines
 from jaxppo.prompts import PromptError, Prompts, prepare, take
@@ -69,7 +69,8 @@ class Run(NamedTuple):
     """What stays the same throughout a run.
 
     sampling: what `collect` is told for rollouts and evaluations alike.
-    score: `(params, rollout, sampler_logprobs) -> Scored`, against the reference.
+    policy: architectures, modes and frozen parameters.
+    score: `(trained, rollout, sampler_logprobs) -> Scored`, against the reference.
     reference: the fingerprint of the reference's parameters.
     """
 
@@ -77,7 +78,7 @@ class Run(NamedTuple):
     plan: configs.Plan
     keys: Keys
     task: Task
-    model: Model
+    policy: Policy
     tokenizer: Any
     programs: Programs
     score: Callable
@@ -129,37 +130,33 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
         stops = stop_table(tokenizer, sequences, vocabulary)
     except ValueError as error:  # an empty one, or half of a surrogate pair
         raise configs.ConfigError(f"stop_sequences can't be used: {error}") from None
-    programs = make_programs(
-        config, model, eos_ids=eos_ids(model, tokenizer), pad_id=pad_id, stops=stops
-    )
     keys = Keys(*jax.random.split(jax.random.key(config.train.seed), 4))
-    ref_params = {name: leaf for name, leaf in params.items() if name != "value_head"}
-    # copies: the update donates its state's buffers, and the reference keeps its own
-    params = jax.tree.map(jnp.copy, params)
-    params.setdefault(
-        "value_head", init_value_head(keys.value_head, model.config.width, config.model.value_head)
+    reference = checkpoint.fingerprint(without_heads(params))
+    policy = make_policy(config, model, params, keys.value_head)
+    programs = make_programs(
+        config, policy, eos_ids=eos_ids(model, tokenizer), pad_id=pad_id, stops=stops
     )
     plan = configs.plan(config, len(prompts.ids))
     lines = [("model", str(path)), *configs.plan_lines(plan, config)]
-    lines += memory_lines(config, model, params, programs, width)
+    lines += memory_lines(config, policy, programs, width)
     tracking.show_plan(console, "jaxppo", lines)
 
     state = LoopState(
-        ppo_init(params, optimizer=programs.optimizer, kl=programs.kl),
+        ppo_init(policy.trained, optimizer=programs.optimizer, kl=programs.kl),
         init_scaling(config.method.ref_std),
     )
     folder = Path(config.train.checkpoint_dir)
-    reference = checkpoint.fingerprint(ref_params)
+    policy = policy._replace(trained=None)  # the state's from here on, which gives them away
     state, progress = _resume(config, folder, state, reference, console)
     run = Run(
         config=config,
         plan=plan,
         keys=keys,
         task=task,
-        model=model,
+        policy=policy,
         tokenizer=tokenizer,
         programs=programs,
-        score=lambda params, *rest: programs.score(params, ref_params, *rest),
+        score=lambda trained, *rest: programs.score(trained, policy.frozen, policy.initial, *rest),
         prompts=prompts,
         eval_prompts=eval_prompts,
         sampling={

@@ -43,7 +43,8 @@ USER_ERRORS = (
 class Trained:
     """A finished run.
 
-    model, params, tokenizer: the policy as it ended; `params` includes the value head.
+    model, params, tokenizer: the policy as it ended, adapters merged; `params` includes the value
+      head where it reads the policy's own states.
     summary: figures before and after training.
     folder: metrics, samples, checkpoints, and the exports `model/` and `best_model/`.
     """
@@ -188,6 +189,7 @@ def _cycle(
     with tracking.phase(run.console, name, plan.chunks_per_cycle) as advance:
         collected = collect(
             state.ppo.params,
+            run.policy,
             jax.random.fold_in(keys.rollouts, cycle),
             take(run.prompts, indices),
             generate=programs.generate,
@@ -209,7 +211,8 @@ def _cycle(
         "learning_rate_group_0": programs.learning_rate(state.ppo.step),
     }
     updating = time.perf_counter()
-    ppo, metrics = programs.update(state.ppo, batch, jax.random.fold_in(keys.updates, cycle))
+    key = jax.random.fold_in(keys.updates, cycle)
+    ppo, metrics = programs.update(state.ppo, run.policy.frozen, batch, key)
     row |= metrics | collected.stats | collected.times
     row["perf/tokens_per_s"] = collected.rollout.mask.sum()
     progress = progress._replace(
@@ -257,12 +260,14 @@ def _save(run: Run, state: LoopState, progress: Progress) -> None:
 
 def _finish(run: Run, state: LoopState, progress: Progress) -> Trained:
     """Exports the last and the best policy, and writes and shows the figures before and after."""
-    params = state.ppo.params
-    save_pretrained(run.folder / "model", run.model, params, run.tokenizer)
+    policy, trained = run.policy, state.ppo.params
+    params = policy.exported(trained)
+    save_pretrained(run.folder / "model", policy.model, params, run.tokenizer)
     best = checkpoint.latest_step(run.folder / "best")
     if best is not None:
-        best_params, _ = checkpoint.restore(run.folder / "best", best, params)
-        save_pretrained(run.folder / "best_model", run.model, best_params, run.tokenizer)
+        best_trained, _ = checkpoint.restore(run.folder / "best", best, trained)
+        best_params = policy.exported(best_trained)
+        save_pretrained(run.folder / "best_model", policy.model, best_params, run.tokenizer)
     summary = {
         name: {"before": progress.first[name], "after": progress.last[name]}
         for name in progress.first
@@ -273,4 +278,4 @@ def _finish(run: Run, state: LoopState, progress: Progress) -> Trained:
     rows = [(name, x["before"], x["after"]) for name, x in summary.items()]
     tracking.show_summary(run.console, f"{progress.step} optimizer steps", rows)
     run.console.print(f"figures and models are in {run.folder}", markup=False)
-    return Trained(run.model, params, run.tokenizer, summary, run.folder)
+    return Trained(policy.model, params, run.tokenizer, summary, run.folder)

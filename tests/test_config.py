@@ -106,19 +106,22 @@ def test_defaults_are_valid_fresh_and_trlxs():
         assert theirs[section] == default_config()[section].to_dict()
 
 
-def test_trlx_config_is_refused_for_frozen_layers_only():
-    (sentence,) = problems(TRLX)
-    assert sentence == (
-        "model.num_layers_unfrozen must be -1 (train all layers), "
-        "since other values are not supported yet, got 2"
-    )
-    config = make_config(TRLX | {"model.num_layers_unfrozen": -1})
+def test_a_trlx_config_is_read_as_it_is():
+    config = make_config(TRLX)
     validate(config)
+    assert config.model.num_layers_unfrozen == 2
     assert config.model.model_path == "lvwerra/gpt2-imdb"
     assert config.train.tracker == "wandb"
     assert config.method.scale_reward is None
     assert isinstance(config.method.vf_coef, float)
     assert "pipeline" not in config.train
+
+
+def test_a_peft_config_is_read_as_lora():
+    theirs = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 32}
+    theirs |= {"lora_dropout": 0.0, "bias": "none", "target_modules": {"v_proj", "q_proj"}}
+    lora = make_config({"model.peft_config": theirs}).model.lora
+    assert lora.to_dict() == {"rank": 4, "alpha": 32.0, "targets": ("q_proj", "v_proj")}
 
 
 def test_objects_with_to_dict_are_read():
@@ -213,8 +216,13 @@ def test_overrides(overrides, path, expected):
             {"method.gen_kwargs.top_k": [1, 2]},
             "method.gen_kwargs.top_k is a list, which trlx reads",
         ),
-        ({"model.peft_config": {"r": 8}}, "model.peft_config is {'r': 8}, but adapters are not"),
-        ({"model.peft_config.r": 8}, "adapters are not supported yet"),
+        ({"model.peft_config": {"peft_type": "PREFIX_TUNING"}}, "only LORA is supported"),
+        ({"model.peft_config": {"r": 8, "lora_dropout": 0.1}}, "peft_config.lora_dropout is not"),
+        ({"model.lora.rank": 8, "model.num_layers_unfrozen": 2}, "model.lora trains adapters only"),
+        (
+            {"model.critic_path": "a", "method.num_value_layers_unfrozen": 1},
+            "two ways to get values",
+        ),
         ({"model.model_extra_configs": {"a": 1}}, "model.model_extra_configs is"),
         ({"train.trainer": "AccelerateRFTTrainer"}, "only PPO is supported so far"),
         ({"train.pipeline": "Mine"}, "prompts are passed to train(...)"),
@@ -227,8 +235,8 @@ def test_overrides(overrides, path, expected):
         ({"method.gen_kwargs.max_length": 4}, "use max_new_tokens"),
         ({"method.gen_kwargs.repetition_penalty": 1.2}, "use 1.0"),
         ({"model.model_arch_type": "seq2seq"}, "encoder-decoder models are not supported yet"),
-        ({"model.num_layers_unfrozen": 0}, "must be -1 (train all layers)"),
-        ({"method.num_value_layers_unfrozen": 2}, "since other values are not supported yet"),
+        ({"model.num_layers_unfrozen": -2}, "must be -1 (all layers) or a number of layers"),
+        ({"method.num_value_layers_unfrozen": -1}, "must be at least 0"),
         ({"method.name": "ILQLConfig"}, "other methods are not supported yet"),
         ({"optimizer.name": "adamw_8bit_bnb"}, "must be 'adam' or 'adamw' or 'sgd', got"),
         # choices

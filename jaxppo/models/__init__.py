@@ -1,6 +1,6 @@
 """Models: one decoder behind a bundle of pure functions, heads, Hugging Face in and out."""
 
-from jaxppo.models.bundle import Model, build_model
+from jaxppo.models.bundle import Model, build_model, with_options
 from jaxppo.models.heads import apply_value_head, init_value_head
 from jaxppo.models.huggingface import (
     ModelError,
@@ -10,6 +10,8 @@ from jaxppo.models.huggingface import (
     load_tokenizer,
     save_pretrained,
 )
+from jaxppo.models.lora import add_lora, merge_lora
+from jaxppo.models.trainable import merge, split
 from jaxppo.models.transformer import DecoderConfig, KVCache
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "KVCache",
     "Model",
     "ModelError",
+    "add_lora",
     "apply_value_head",
     "build_model",
     "create_model",
@@ -24,5 +27,9 @@ __all__ = [
     "init_value_head",
     "load_pretrained",
     "load_tokenizer",
+    "merge",
+    "merge_lora",
     "save_pretrained",
+    "split",
+    "with_options",
 ]

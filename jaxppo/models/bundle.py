@@ -6,7 +6,7 @@ entries (such as `value_head`), which the functions ignore.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import chex
@@ -50,6 +50,12 @@ class Model:
     init_cache: Callable[..., KVCache]
     hf_config: Mapping[str, Any] = field(repr=False)
     generation_config: Mapping[str, Any] = field(repr=False)
+
+
+def with_options(model: "Model", **changes) -> "Model":
+    """The same architecture with other options, such as `compute_dtype="bfloat16"`."""
+    config = replace(model.config, **changes)
+    return build_model(config, model.hf_config, model.generation_config)
 
 
 def build_model(
