@@ -37,7 +37,8 @@ class Model:
     logits: `(params, tokens, mask=None) -> [B, T, V]`, the two above in one.
     score: `(params, tokens, mask=None) -> [B, labels]`, a classifier's logits read at each row's
       last real token. None for language models.
-    init_cache: `(batch, length) -> cache`, empty, for `length` tokens.
+    init_cache: `(batch, length, dtype=float32) -> cache`, empty, for `length` tokens; `dtype` is
+      that of the parameters, and gives way to the config's `compute_dtype`.
     hf_config, generation_config: the checkpoint's JSON files, kept for the export.
     """
 
@@ -159,6 +160,8 @@ def build_model(
         return labels.astype(jnp.promote_types(labels.dtype, jnp.float32))
 
     def init_cache(batch, length, dtype=jnp.float32):
+        # keys and values come in the compute dtype; a wider cache would widen all that follows
+        dtype = config.compute_dtype or dtype
         shape = (batch, config.cache_heads, length, config.head_size)
         zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))  # noqa: E731
         return KVCache(

@@ -328,12 +328,15 @@ class Decoder(nn.Module):
 
 def _attention_inputs(c: DecoderConfig, positions, key_positions, allowed, dtype):
     """What layers share: rotations by `Rope`, masks by window, and the alibi bias."""
-    turn = {rope: rotation(rope, positions, dtype) for rope in set(c.ropes) - {None}} | {None: None}
+    # dicts, as the order of sets differs from process to process, and with it the program
+    turn = {None: None}
+    turn |= {r: rotation(r, positions, dtype) for r in dict.fromkeys(c.ropes) if r is not None}
     see, bias = {None: allowed[:, None]}, None
     if c.needs_distances:
         keys = positions if key_positions is None else key_positions
         back_BTS = positions[:, :, None] - keys[:, None, :]
-        see |= {w: see[None] & (back_BTS < w)[:, None] for w in set(c.windows) - {None}}
+        windows = [w for w in dict.fromkeys(c.windows) if w is not None]
+        see |= {w: see[None] & (back_BTS < w)[:, None] for w in windows}
         if c.alibi:
             slopes = jnp.asarray(alibi_slopes(c.heads), jnp.promote_types(dtype, jnp.float32))
             bias = -slopes[:, None, None] * back_BTS[:, None]

@@ -1,5 +1,6 @@
 """Every family against torch's numbers, and nothing in a config is overlooked."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,7 +14,7 @@ from parity import measure
 from safetensors.numpy import load_file
 
 from jaxppo import create_model, load_pretrained, sample, save_pretrained
-from jaxppo.models import ModelError
+from jaxppo.models import ModelError, build_model
 from jaxppo.models.experts import Experts, route
 from jaxppo.models.families import FAMILIES
 from jaxppo.models.layers import RMSNorm, alibi_slopes, attend
@@ -331,6 +332,18 @@ def test_the_sampler_chooses_as_torch_does_where_windows_are_short(tmp_path):
         params, jax.random.key(0), prompts, mask
     )
     np.testing.assert_array_equal(samples.tokens, golden["greedy"])
+
+
+def test_a_cache_does_not_widen_the_compute_dtype(tmp_path):
+    golden = write_golden(tmp_path, "llama")
+    model, params, _ = load_pretrained(tmp_path)
+    config = dataclasses.replace(model.config, compute_dtype="bfloat16")
+    model = build_model(config, model.hf_config, {})
+    grid, mask = padded(tokens(golden["seed"]))
+    whole, _ = model.apply(params, grid, mask=mask)
+    cached, _ = model.apply(params, grid, mask=mask, cache=model.init_cache(3, grid.shape[1]))
+    assert whole.dtype == cached.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(whole[mask].astype(float), cached[mask].astype(float))
 
 
 def test_caches_hold_the_heads_of_keys_only():
