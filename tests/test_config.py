@@ -189,7 +189,10 @@ def test_overrides(overrides, path, expected):
         ({"train.lr": 1e-4}, "unknown option train.lr; did you mean optimizer.kwargs.lr?"),
         ({"ppo_epochs": 4}, "did you mean method.ppo_epochs?"),
         ({"methods": {"ppo_epochs": 4}}, "unknown option methods; did you mean method?"),
-        ({"model.xyz": 1}, "unknown option model.xyz; model has: model_arch_type, model_path, "),
+        (
+            {"model.xyz": 1},
+            "unknown option model.xyz; model has: compute_dtype, critic_path, lora, ",
+        ),
         ({"xyz": 1}, "the sections are: method, model, "),
         ({3: 1}, "unknown option 3"),
         ({"method.ppo_epochs": "two"}, "method.ppo_epochs must be an integer, got 'two'"),

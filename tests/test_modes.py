@@ -11,6 +11,7 @@ from jaxppo import ConfigError, Rollout, load_pretrained, ppo_init, train
 from jaxppo.core.kl import fixed_kl
 from jaxppo.policy import make_policy
 from jaxppo.programs import make_programs
+from jaxppo.rewards.scaling import init_scaling
 
 B, P, N = 8, 4, 6
 MODES = {
@@ -72,10 +73,8 @@ def test_one_cycle(name, folder, critic, tmp_path):
 
     rewards = np.linspace(-1, 1, B, dtype=np.float32)
     grid = np.where(np.arange(N) == samples.mask.sum(1, keepdims=True) - 1, rewards[:, None], 0)
-    from jaxppo.rewards.scaling import init_scaling
-
     batch, *_ = programs.experience(rollout, grid, rewards, init_scaling(), scored, 0.1)
-    state, metrics = programs.update(state, policy.frozen, batch, jax.random.key(2))
+    state, _ = programs.update(state, policy.frozen, batch, jax.random.key(2))
     after = copied(state.params)
     moved = [np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after))]
     names = list(flatten_dict(before, sep="/"))
@@ -205,6 +204,6 @@ def test_more_layers_than_there_are_is_refused(folder, tmp_path):
         with pytest.raises(ConfigError, match="too large for a model of 2 layers"):
             train(folder, letter_share, PROMPTS, config=config)
     config = make_tiny_config(tmp_path / "run", model__lora={"rank": 2, "targets": ("wq",)})
-    with pytest.raises(ConfigError, match="model.lora.targets: 'wq' matches none"):
+    with pytest.raises(ConfigError, match="'wq' matches none"):
         train(folder, letter_share, PROMPTS, config=config)
     assert not (tmp_path / "run").exists()
