@@ -12,11 +12,14 @@ class Evaluation(NamedTuple):
     logprobs: `[B, T]`, log pi(action t | what came before).
     values: `[B, T]`, V(state just before action t); zeros where there is no critic.
     entropy: `[B, T]`, of the distribution that action t was drawn from, in nats.
+    kl: `[B, T]`, the exact KL to the reference at each position, through which gradients flow; only
+      where the exact KL stands in the loss.
     """
 
     logprobs: jax.Array
     values: jax.Array
     entropy: jax.Array
+    kl: jax.Array | None = None
 
 
 @struct.dataclass
@@ -31,6 +34,10 @@ class PPOBatch:
     mask: `[B, T]` bool, true at actions. What stands elsewhere, NaN included, has no influence.
     kl: `[B]`, KL of each sample to the reference, summed over its actions, in nats; only the KL
       controller reads it. Zeros where there is no reference.
+    ref_logprobs: `[B, T]`, of the actions under the reference, where the KL stands in the loss.
+    old_entropy: `[B, T]`, of the policy that sampled, where only uncertain tokens are trained on.
+    behaviour_logprobs: `[B, T]`, of the actions under the weights that drew them, where those are
+      older than the ones `old_logprobs` is of.
     """
 
     inputs: Any
@@ -40,3 +47,6 @@ class PPOBatch:
     returns: jax.Array
     mask: jax.Array
     kl: jax.Array
+    ref_logprobs: jax.Array | None = None
+    old_entropy: jax.Array | None = None
+    behaviour_logprobs: jax.Array | None = None
