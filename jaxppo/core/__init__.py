@@ -31,7 +31,13 @@ from jaxppo.core.kl import (
     kl_estimate,
     kl_loss,
 )
-from jaxppo.core.logprobs import chunked_logprobs, entropy, response_states, token_logprobs
+from jaxppo.core.logprobs import (
+    chunked_logprobs,
+    chunked_logprobs_and_kl,
+    entropy,
+    response_states,
+    token_logprobs,
+)
 from jaxppo.core.losses import finish_metrics, ppo_loss, ppo_loss_sums, value_loss_sums
 from jaxppo.core.moments import MomentsState, init_moments, moments_std, update_moments
 from jaxppo.core.policy_loss import policy_loss, policy_loss_sums
@@ -50,6 +56,7 @@ __all__ = [
     "adaptive_kl",
     "batch_scaled",
     "chunked_logprobs",
+    "chunked_logprobs_and_kl",
     "combine_rewards",
     "entropy",
     "exact_kl",
