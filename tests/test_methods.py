@@ -1,6 +1,8 @@
 """Each row of METHODS against its paper's formula, by a plain float64 loop."""
 
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jaxppo.core.clips import Clipped
 from jaxppo.methods import METHODS, Feedback, Method
 from jaxppo.objectives import Prices, make_objective
 
+DOCS = (pathlib.Path(__file__).parents[1] / "docs" / "methods.md").read_text()
 # Nine samples of three prompts, in no order. Sample 5 has no action, sample 8 no reward; the rest
 # are trained on. The two samples of prompt 8 score the same.
 GROUPS = np.array([3, 1, 3, 1, 8, 3, 8, 1, 3])
@@ -308,8 +311,22 @@ def loss_of(objective, batch, rows=slice(None)):
     return jax.jit(jax.value_and_grad(loss))(jnp.asarray(np.where(MASK, NOW, np.nan))[rows])
 
 
-def test_every_row_has_a_formula():
+def test_every_row_has_a_formula_and_stands_in_the_docs():
     assert FORMULAS.keys() == METHODS.keys()
+    table = DOCS.split("## The table")[1].split("\n\n")[1]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(METHODS)
+    for name, arxiv in (("grpo", "2402.03300"), ("dapo", "2503.14476")):
+        assert re.search(rf"^\| `{name}` .*{arxiv}", table, re.MULTILINE)
+
+
+def test_examples_of_the_docs_run():
+    blocks = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    names = {"METHODS": dict(METHODS), "jnp": jnp}
+    for block in blocks[1:]:  # the first wants a model
+        exec(block, names)
+    assert isinstance(names["by_batch"], Method)
+    assert names["METHODS"]["squared"].clip is names["squared"]
+    assert "squared" not in METHODS
 
 
 @pytest.mark.parametrize("name", METHODS)
