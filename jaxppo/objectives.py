@@ -114,7 +114,11 @@ def make_objective(
             kl = {"kl": seen.kl}
         elif method.kl.loss is not None:
             _need(batch.ref_logprobs, "ref_logprobs", "the KL in the loss")
-            kl = {"ref_logprobs": batch.ref_logprobs, "kl_kind": method.kl.loss}
+            kl = {
+                "ref_logprobs": batch.ref_logprobs,
+                "kl_kind": method.kl.loss,
+                "behaviour_logprobs": batch.behaviour_logprobs,
+            }
         result = policy_loss_sums(
             seen.logprobs,
             batch.old_logprobs,

@@ -153,7 +153,8 @@ def ppo_update(
     params = optax.apply_updates(state.params, updates)
     entropy = state.entropy
     if objective is not None:
-        mean = sums["policy/entropy"] / jnp.maximum(sums["count"], 1)
+        # without a token there is no entropy: NaN leaves the controller where it is
+        mean = jnp.where(sums["count"] > 0, sums["policy/entropy"] / sums["count"], jnp.nan)
         entropy = objective.entropy.update(entropy, mean)
     new = PPOState(params, opt_state, state.kl, state.step + 1, entropy)
     sums["optimizer/grad_norm"] = optax.global_norm(grads).astype(jnp.float32)

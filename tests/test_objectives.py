@@ -173,6 +173,11 @@ def test_the_entropy_bonus_and_its_controller():
         assert_same(metrics["policy/entropy"], np.mean(seen))
         np.testing.assert_allclose(state.entropy.coef, 1.6, rtol=1e-6)
         assert seen[2] > seen[0]
+        # A step without a token measures no entropy.
+        nothing = batch.replace(mask=jnp.zeros_like(batch.mask))
+        state, _ = run_objective(nothing, objective, minibatch_size=2, **options)
+        np.testing.assert_allclose(state.entropy.price, 0.1, rtol=1e-6)
+        assert_same(state.params, make_params(), 0)
 
 
 def test_an_objective_keeps_one_compilation_and_donates():

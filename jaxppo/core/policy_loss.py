@@ -32,6 +32,7 @@ def policy_loss_sums(
     scale: chex.Array | None = None,
     ref_logprobs: chex.Array | None = None,
     kl_kind: str = "k3",
+    behaviour_logprobs: chex.Array | None = None,
     kl: chex.Array | None = None,
     kl_coef: chex.Numeric = 0.0,
     entropy: chex.Array | None = None,
@@ -61,7 +62,9 @@ def policy_loss_sums(
       scale: [B, N], a constant factor of the policy term alone: importance corrections, tokens to
         leave out. None: 1.
       ref_logprobs: [B, N], under the reference; None: no KL in the loss, unless `kl` is given.
-      kl_kind: of `kl_loss`; the KL is weighted by the ratio of policy to old policy.
+      kl_kind: of `kl_loss`.
+      behaviour_logprobs: [B, N], under the weights that drew the tokens, by whose ratio to the
+        policy now the KL is weighted; None: old_logprobs.
       kl: [B, N], the exact KL of each position, through which gradients flow; in place of an
         estimate from ref_logprobs.
       kl_coef: price of a nat.
@@ -118,7 +121,8 @@ def policy_loss_sums(
     }
     loss = sums["losses/policy_loss"]
     if kl is None and ref_logprobs is not None:
-        kl = kl_loss(logprobs, constant(ref_logprobs), kl_kind, old_logprobs=old_logprobs)
+        drawn = old_logprobs if behaviour_logprobs is None else constant(behaviour_logprobs)
+        kl = kl_loss(logprobs, constant(ref_logprobs), kl_kind, old_logprobs=drawn)
     if kl is not None:
         kl = real(kl)
         sums["losses/kl_loss"] = total(weights * kl)

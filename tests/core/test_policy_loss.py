@@ -253,6 +253,25 @@ def test_it_is_ppos_loss_with_ppos_choices():
     assert 0 < got[1]["policy/clipfrac"] < 1
 
 
+def test_the_kl_is_weighted_by_the_policy_that_drew():
+    with jax.enable_x64(True):
+        new, old, ref, advantages, _, mask = random_step(9)
+        drawn = old + 0.5 * np.random.default_rng(1).normal(size=old.shape)
+        weights = normalisers.sequence_mean(mask)
+
+        def loss(x, **options):
+            sums = policy_loss_sums(x, old, 0 * advantages, mask, weights, **options)
+            return sums["losses/kl_loss"]
+
+        def plain(x, drawn):
+            return jnp.sum(weights * kl_loss(x, ref, "k3", old_logprobs=drawn))
+
+        for options, by in (({}, old), ({"behaviour_logprobs": drawn}, drawn)):
+            got = jax.value_and_grad(functools.partial(loss, ref_logprobs=ref, **options))(new)
+            wanted = jax.value_and_grad(plain)(new, by)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), got, wanted)
+
+
 def test_scale_acts_on_the_policy_term_alone():
     with jax.enable_x64(True):
         new, old, ref, advantages, _, mask = random_step(7)
