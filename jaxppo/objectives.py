@@ -4,12 +4,11 @@ Letters: S samples of one optimizer step, B of them in a micro-batch, N position
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxppo.core.batch import Evaluation, PPOBatch
+from jaxppo.core.batch import Evaluation, Objective, PPOBatch, Prices, Weights
 from jaxppo.core.corrections import on_policy_enough
 from jaxppo.core.entropy_bonus import EntropyController, fixed_entropy
 from jaxppo.core.losses import value_loss_sums
@@ -17,45 +16,6 @@ from jaxppo.core.masks import top_entropy
 from jaxppo.core.normalisers import token_mean
 from jaxppo.core.policy_loss import policy_loss_sums
 from jaxppo.methods import Method
-
-
-class Weights(NamedTuple):
-    """What the whole step says about each token, `[S, N]` each, made before the step is cut up.
-
-    policy: of the policy's and the KL's terms; see `jaxppo.core.normalisers`.
-    token: of the critic's and the entropy's terms, the mean over tokens.
-    scale: a constant factor of the policy's term alone.
-    """
-
-    policy: jax.Array
-    token: jax.Array
-    scale: jax.Array
-
-
-class Prices(NamedTuple):
-    """Coefficients that controllers set; scalars, a nat each.
-
-    kl: of the KL in the loss.
-    entropy: of the entropy bonus.
-    """
-
-    kl: jax.Array
-    entropy: jax.Array
-
-
-class Objective(NamedTuple):
-    """A loss in three parts.
-
-    weigh: `(PPOBatch of S) -> Weights`, once a step.
-    sums: `(Evaluation, PPOBatch of B, Weights of B, Prices) -> dict`, for each micro-batch: what
-      `policy_loss_sums` returns and `value_loss_sums` with it. "losses/total_loss" is minimised,
-      and adds up over micro-batches.
-    entropy: the controller of the entropy's price.
-    """
-
-    weigh: Callable[[PPOBatch], Weights]
-    sums: Callable[[Evaluation, PPOBatch, Weights, Prices], dict[str, jax.Array]]
-    entropy: EntropyController
 
 
 def make_objective(

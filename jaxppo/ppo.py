@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxppo.core.batch import Evaluation, PPOBatch
+from jaxppo.core.batch import Evaluation, Objective, PPOBatch, Prices
 from jaxppo.core.kl import KLController, KLState
 from jaxppo.core.losses import finish_metrics, ppo_loss_sums
-from jaxppo.objectives import Objective, Prices
 
 Evaluate = Callable[[Any, PPOBatch], Evaluation]
 

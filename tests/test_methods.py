@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxppo.core import policy_loss_sums
-from jaxppo.core.batch import Evaluation, PPOBatch
+from jaxppo.core.batch import Evaluation, PPOBatch, Prices
 from jaxppo.core.clips import Clipped
 from jaxppo.methods import METHODS, Feedback, Method
-from jaxppo.objectives import Prices, make_objective
+from jaxppo.objectives import make_objective
 
 DOCS = (pathlib.Path(__file__).parents[1] / "docs" / "methods.md").read_text()
 # Nine samples of three prompts, in no order. Sample 5 has no action, sample 8 no reward; the rest

@@ -1,9 +1,12 @@
-"""What the update and a model tell each other. `B` samples, `T` positions of the response."""
+"""What the update, a model and a loss tell each other. `B` samples, `T` response positions."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from flax import struct
+
+from jaxppo.core.entropy_bonus import EntropyController
 
 
 class Evaluation(NamedTuple):
@@ -50,3 +53,42 @@ class PPOBatch:
     ref_logprobs: jax.Array | None = None
     old_entropy: jax.Array | None = None
     behaviour_logprobs: jax.Array | None = None
+
+
+class Weights(NamedTuple):
+    """What an optimizer step says of each token before it is cut up: `[S, T]`, of all its samples.
+
+    policy: of the policy's and the KL's terms; see `jaxppo.core.normalisers`.
+    token: of the critic's and the entropy's terms, the mean over tokens.
+    scale: a constant factor of the policy's term alone.
+    """
+
+    policy: jax.Array
+    token: jax.Array
+    scale: jax.Array
+
+
+class Prices(NamedTuple):
+    """Coefficients that controllers set; scalars, a nat each.
+
+    kl: of the KL in the loss.
+    entropy: of the entropy bonus.
+    """
+
+    kl: jax.Array
+    entropy: jax.Array
+
+
+class Objective(NamedTuple):
+    """A loss in three parts.
+
+    weigh: `(PPOBatch of S) -> Weights`, once a step.
+    sums: `(Evaluation, PPOBatch of B, Weights of B, Prices) -> dict`, for each micro-batch: what
+      `policy_loss_sums` returns and `value_loss_sums` with it. "losses/total_loss" is minimised,
+      and adds up over micro-batches.
+    entropy: the controller of the entropy's price.
+    """
+
+    weigh: Callable[[PPOBatch], Weights]
+    sums: Callable[[Evaluation, PPOBatch, Weights, Prices], dict[str, jax.Array]]
+    entropy: EntropyController

@@ -265,14 +265,14 @@ def pass_at_k(
     flat, groups, real = flatten_groups(rewards, groups, present)
     stats = group_stats(flat, groups, real)
     rank = ranks(flat, groups, real)
-    # j is the largest of S in C(rank_j, k - 2) of the C(n - 1, k - 1) sets, as factors <= 1.
+    # j is the largest of S in C(rank_j, k - 2) of the C(n - 1, k - 1) sets, as factors <= 1; in a
+    # group of fewer than k one of them is 0.
     chance = (k - 1) / jnp.maximum(stats.count - 1, 1)
     for t in range(k - 2):
         chance *= jnp.maximum(rank - t, 0) / jnp.maximum(stats.count - 2 - t, 1)
     lead = jnp.maximum(flat[:, None] - flat, 0)
     lead = jnp.where(siblings(groups, real), lead, 0)
-    advantages = jnp.where(stats.count >= k, lead @ jnp.where(real, chance, 0), 0)
-    return advantages.reshape(jnp.shape(rewards))
+    return (lead @ jnp.where(real, chance, 0)).reshape(jnp.shape(rewards))
 
 
 def siblings(groups: chex.Array, present: chex.Array) -> jax.Array:

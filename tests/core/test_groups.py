@@ -198,6 +198,12 @@ def test_scaling_by_the_batch():
     np.testing.assert_allclose(by_advantages, centred / (centred[present].std(ddof=1) + 0.01))
 
 
+def test_equal_advantages_have_no_scale():
+    present = np.array([True, True, True, False])
+    got = batch_scaled(np.array([0.1, 0.1, 0.1, 7.0], np.float32), present)
+    np.testing.assert_array_equal(got, np.zeros(4))
+
+
 def test_greedy_baseline():
     rewards = np.array([0.1, 2.0, np.nan, 1.0], np.float32)
     baseline = np.array([0.1, 0.5, 1.0, np.nan], np.float32)
@@ -323,12 +329,13 @@ def test_percentiles_are_numpys(seed, percentile):
 
 
 def test_percentile_at_a_sample_takes_that_sample():
-    # 0.7 of 11 samples is the eighth, whatever 0.7 * 10 is in float32.
+    # 0.6 of 26 samples is the sixteenth, though 0.6 * 25 is above 15 in float32.
+    assert np.float32(0.6) * np.float32(25) > 15
     # Of equal rewards, and of one sample, none is better than another.
-    rewards = np.concatenate([np.arange(11.0), np.full(5, 0.1), [1.0]])
-    groups = np.repeat([0, 1, 2], [11, 5, 1])
-    got = np.asarray(jit_above(rewards, groups, None, percentile=0.7))
-    np.testing.assert_array_equal(got, np.arange(17) // 11 * -99 + np.arange(17) >= 7)
+    rewards = np.concatenate([np.arange(26.0), np.full(5, 0.1), [1.0]])
+    groups = np.repeat([0, 1, 2], [26, 5, 1])
+    got = np.asarray(jit_above(rewards, groups, None, percentile=0.6))
+    np.testing.assert_array_equal(np.flatnonzero(got), np.arange(15, 26))
 
 
 def test_percentile_rises_and_starts_anew():
