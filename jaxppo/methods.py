@@ -56,10 +56,11 @@ class Credit(NamedTuple):
 
 
 class KLPlace(NamedTuple):
-    """Where the KL to the reference stands: kinds of `kl_estimate` and `kl_loss`, None for not.
+    """Where the KL to the reference stands, and how it is measured; None for not.
 
-    reward: subtracted from each action's reward, "full" included.
-    loss: added to the loss, "exact" included.
+    reward: a kind of `kl_estimate` of two log-probs, subtracted from each action's reward by who
+      makes the rewards.
+    loss: a kind of `kl_loss`, or "exact" for what `Evaluation.kl` holds, added to the loss.
     """
 
     reward: str | None = None

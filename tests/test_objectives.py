@@ -9,11 +9,22 @@ import optax
 import pytest
 from test_ppo import KL, assert_same, evaluate, make_batch, make_params, run
 
-from jaxppo import KLState, PPOConfig, adaptive_kl, exact_kl, fixed_kl, ppo_init, ppo_step
+from jaxppo import (
+    Evaluation,
+    KLState,
+    PPOBatch,
+    PPOConfig,
+    adaptive_kl,
+    exact_kl,
+    fixed_kl,
+    ppo_init,
+    ppo_step,
+)
 from jaxppo.core import adaptive_entropy
+from jaxppo.core.batch import Prices
 from jaxppo.core.corrections import truncated_importance
 from jaxppo.core.ratios import trajectory_ratio
-from jaxppo.methods import METHODS, KLPlace
+from jaxppo.methods import METHODS, Feedback, KLPlace
 from jaxppo.objectives import make_objective
 
 
@@ -70,6 +81,47 @@ def test_micro_batches_change_nothing_under_an_objective(name):
         )
         assert 1e-3 < moved < 1e3
         assert all(np.isfinite(x) for x in whole[1].values())
+
+
+@pytest.mark.parametrize("option", ["entropy_share", "importance", "off_policy_threshold"])
+def test_options_leave_tokens_out_or_weigh_them(option):
+    """The policy's term by a loop; the denominator counts every token all the same."""
+    value = {
+        "entropy_share": 0.4,
+        "importance": functools.partial(truncated_importance, upper=1.2),
+        "off_policy_threshold": 0.05,
+    }[option]
+    with jax.enable_x64(True):
+        batch = full_batch(params=make_params(5))
+        objective = make_objective(METHODS["dapo"], **{option: value})
+        seen, weights = evaluate(make_params(), batch), objective.weigh(batch)
+        sums = objective.sums(seen, batch, weights, Prices(0.0, 0.0))
+    new, old, drawn, advantages, mask, entropy = map(
+        np.asarray,
+        (
+            seen.logprobs,
+            batch.old_logprobs,
+            batch.behaviour_logprobs,
+            batch.advantages,
+            batch.mask,
+            batch.old_entropy,
+        ),
+    )
+    expected, factors = 0.0, []
+    for i, t in np.argwhere(mask):
+        factor = {
+            "entropy_share": float(entropy[i, t] >= np.quantile(entropy[mask], 0.6)),
+            "importance": min(np.exp(old[i, t] - drawn[i, t]), 1.2),
+            "off_policy_threshold": float(
+                advantages[i, t] >= 0 or np.mean((drawn - new)[i][mask[i]]) <= 0.05
+            ),
+        }[option]
+        rho = np.exp(new[i, t] - old[i, t])
+        clipped = min(max(rho, 0.8), 1.28)
+        expected -= factor * min(rho * advantages[i, t], clipped * advantages[i, t]) / mask.sum()
+        factors.append(factor)
+    assert len(set(factors)) > 1
+    np.testing.assert_allclose(sums["losses/policy_loss"], expected, rtol=1e-10)
 
 
 def test_ppo_as_an_objective_is_ppo():
@@ -198,3 +250,49 @@ def test_an_objective_keeps_one_compilation_and_donates():
     for i in range(3):
         state, _ = step(state, full_batch(seed=i), jax.random.key(i))
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "cispo", "rft"])
+def test_a_bandit_learns(name):
+    """Three arms, groups of eight pulls: feedback, credit, batch and update, in one jit."""
+    method, reward = METHODS[name], jnp.array([0.0, 0.5, 1.0])
+    objective = make_objective(method, max_length=1)
+    optimizer, kl = optax.sgd(1.0), fixed_kl(0.01)
+    here = jnp.ones((64, 1), bool)
+    config = PPOConfig(batch_size=32, ppo_epochs=1)
+
+    def see(params, batch):
+        log_p = jax.nn.log_softmax(params)
+        entropy = jnp.broadcast_to(-jnp.sum(jnp.exp(log_p) * log_p), batch.inputs.shape)
+        return Evaluation(log_p[batch.inputs], 0 * entropy, entropy)
+
+    @jax.jit
+    def cycle(state, key):
+        play_key, step_key = jax.random.split(key)
+        arms = jax.random.categorical(play_key, state.params, shape=(64, 1))
+        old = jax.nn.log_softmax(state.params)[arms]
+        ref = jnp.full_like(old, -jnp.log(3))
+        rewards = reward[arms]
+        if method.kl.reward:
+            rewards -= state.kl.coef * (old - ref)
+        credit = method.advantage(Feedback(rewards, here, jnp.arange(64) // 8))
+        batch = PPOBatch(
+            inputs=arms,
+            old_logprobs=old,
+            old_values=0 * old,
+            advantages=credit.advantages,
+            returns=credit.returns,
+            mask=here & credit.keep[:, None],
+            kl=jnp.sum(old - ref, axis=1),
+            ref_logprobs=ref,
+        )
+        state, _ = ppo_step(
+            state, batch, step_key,
+            evaluate=see, optimizer=optimizer, kl=kl, config=config, objective=objective,
+        )  # fmt: skip
+        return state
+
+    state = ppo_init(jnp.zeros(3), optimizer=optimizer, kl=kl, objective=objective)
+    for key in jax.random.split(jax.random.key(0), 20):
+        state = cycle(state, key)
+    assert jax.nn.softmax(state.params) @ reward > 0.9

@@ -1,4 +1,4 @@
-"""Distance from the reference policy: estimators, the exact value, and controllers of its price."""
+"""Distance from the reference policy: estimates, its exact value, a loss, its price's controllers."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 # Bound on the difference of two log-probs of a token wherever it is exponentiated. exp(20) = 4.9e8
 # is far from overflow even when its square is summed in float32, and far outside any clip range.
+# Inside the bound value and gradient are untouched. Outside, a ratio of policies stands still and
+# passes no gradient; the KL to a reference keeps the gradient it has at the bound.
 LOG_RATIO_LIMIT = 20.0
 
 _ESTIMATORS = {

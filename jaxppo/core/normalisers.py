@@ -16,6 +16,8 @@ import jax.numpy as jnp
 def token_mean(mask: chex.Array, max_length: int | None = None) -> jax.Array:
     r"""Every token of the step weighs the same: 1 / sum_i |o_i|. A long response weighs more.
 
+    DAPO's formula is that of one prompt; over several the mean is of all tokens, as in its code.
+
     Source: PPO in practice; Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.3.
 
     Args:

@@ -105,13 +105,13 @@ def test_effective_share():
 
 
 def test_bad_responses_far_off_policy_are_left_out():
-    mask = np.ones((4, 2), bool)
+    mask = np.ones((5, 2), bool)
     mask[0, 1] = False
-    old = np.zeros((4, 2))
-    now = np.array([[-0.3, np.nan], [-0.3, -0.1], [-0.3, -0.1], [0.5, 0.5]])
-    advantages = np.array([-1.0, -1, 1, -1])[:, None] * np.ones((1, 2))
+    old = np.zeros((5, 2))
+    now = np.array([[-0.3, np.nan], [-0.3, -0.1], [-0.3, -0.3], [0.5, 0.5], [-0.3, -0.3]])
+    advantages = np.array([-1.0, -1, 1, -1, 0])[:, None] * np.ones((1, 2))
     got = on_policy_enough(now, old, advantages, mask, threshold=0.25)
-    np.testing.assert_array_equal(got, [[False, False], [True, True], [True, True], [True, True]])
+    np.testing.assert_array_equal(got, [[False, False]] + [[True, True]] * 4)
 
 
 def test_adaptive_entropy_by_hand():
