@@ -1,4 +1,4 @@
-"""Distance from the reference policy: estimates, its exact value, a loss, its price's controllers."""
+"""Distance from the reference policy: estimates, exact value, loss, and controllers of the price."""
 
 import math
 from collections.abc import Callable

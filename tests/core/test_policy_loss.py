@@ -250,7 +250,7 @@ def test_it_is_ppos_loss_with_ppos_choices():
     np.testing.assert_allclose(ours, slope, rtol=1e-12)
     for key in ("policy/approx_kl", "policy/clipfrac", "policy/entropy", "ratio"):
         np.testing.assert_allclose(got[1][key], want[1][key], rtol=1e-12, err_msg=key)
-    assert 0 < got[1]["policy/clipfrac"] < 1
+    assert 0 < float(got[1]["policy/clipfrac"]) < 1
 
 
 def test_the_kl_is_weighted_by_the_policy_that_drew():
