@@ -1,4 +1,4 @@
-"""Distance from the reference policy: estimates, exact value, loss, and controllers of the price."""
+"""Distance from the reference policy: estimates, exact value, loss, controllers of the price."""
 
 import math
 from collections.abc import Callable
