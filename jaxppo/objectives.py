@@ -47,7 +47,8 @@ def make_objective(
     Returns:
       An Objective. It raises ValueError when a batch lacks an array that these options need.
     """
-    entropy = fixed_entropy(0.0) if entropy is None else entropy
+    bonus = entropy is not None  # without one no gradient is taken of the entropy, which costs
+    entropy = entropy or fixed_entropy(0.0)
 
     def weigh(batch: PPOBatch) -> Weights:
         mask = batch.mask
@@ -91,7 +92,7 @@ def make_objective(
             **kl,
             kl_coef=prices.kl,
             entropy=seen.entropy,
-            entropy_weights=weights.token,
+            entropy_weights=weights.token if bonus else None,
             entropy_coef=prices.entropy,
         )
         if not method.critic:
