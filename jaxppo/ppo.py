@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxppo.core.batch import Evaluation, PPOBatch
+from jaxppo.core.batch import Evaluation, Objective, PPOBatch, Prices
 from jaxppo.core.kl import KLController, KLState
 from jaxppo.core.losses import finish_metrics, ppo_loss_sums
 
@@ -26,12 +26,14 @@ class PPOState(NamedTuple):
     opt_state: the optimizer's state.
     kl: the KL controller's state.
     step: scalar int32, optimizer steps taken.
+    entropy: the entropy controller's state; `()` without an objective.
     """
 
     params: Any
     opt_state: optax.OptState
     kl: KLState
     step: jax.Array
+    entropy: Any = ()
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,20 @@ class PPOConfig:
     approx_kl_stop: float | None = None
 
 
-def ppo_init(params, *, optimizer: optax.GradientTransformation, kl: KLController) -> PPOState:
-    """Makes the state in which training begins.
+def ppo_init(
+    params,
+    *,
+    optimizer: optax.GradientTransformation,
+    kl: KLController,
+    objective: Objective | None = None,
+) -> PPOState:
+    """Makes the state in which training begins, for updates with the same arguments.
 
     The state holds `params` themselves: give a copy (`jax.tree.map(jnp.copy, params)`) if they are
     needed after `ppo_step` was called with its state donated.
     """
-    return PPOState(params, optimizer.init(params), kl.init(), jnp.zeros((), jnp.int32))
+    entropy = () if objective is None else objective.entropy.init()
+    return PPOState(params, optimizer.init(params), kl.init(), jnp.zeros((), jnp.int32), entropy)
 
 
 def ppo_update(
@@ -73,25 +82,42 @@ def ppo_update(
     evaluate: Evaluate,
     optimizer: optax.GradientTransformation,
     config: PPOConfig,
+    objective: Objective | None = None,
 ) -> tuple[PPOState, dict[str, jax.Array]]:
     """Takes one optimizer step on one minibatch.
 
-    The loss is the mean over all real tokens of the minibatch, whatever `minibatch_size` cuts it
-    into: the denominator is counted first, and micro-batches add up their sums.
+    Without an objective the loss is PPO's, the mean over all real tokens of the minibatch; with
+    one, what it says. `minibatch_size` cuts the work and changes nothing: the denominators are
+    counted first, over the whole minibatch, and micro-batches add up their sums.
 
     Returns:
-      The new state, and sums: those of `ppo_loss_sums`, which `finish_metrics` turns into means
-      over tokens, and `optimizer/{grad_norm,steps}`, to be divided by the steps.
+      The new state, and sums: those of `ppo_loss_sums` or of the objective, which `finish_metrics`
+      turns into means over tokens, and `optimizer/{grad_norm,steps}`, to be divided by the steps.
+      An objective's losses are means already; they are multiplied by the tokens here, so that
+      several steps average by their tokens.
     """
     S = minibatch.mask.shape[0]
     size = min(config.minibatch_size or S, S)
     # whole micro-batches: rows beyond the end repeat real ones without their actions
     rows = jnp.arange(-(-S // size) * size)
-    parts = jax.tree.map(lambda x: x[rows % S].reshape(-1, size, *x.shape[1:]), minibatch)
+    cut = lambda x: x[rows % S].reshape(-1, size, *x.shape[1:])  # noqa: E731
+    parts = jax.tree.map(cut, minibatch)
     parts = parts.replace(mask=parts.mask & (rows < S).reshape(-1, size, 1))
     tokens = jnp.maximum(minibatch.mask.sum(), 1)
+    if objective is not None:
+        parts = (parts, jax.tree.map(cut, objective.weigh(minibatch)))
+        prices = Prices(state.kl.coef, state.entropy.price)
+
+    def objective_loss(params, part):
+        batch, weights = part
+        sums = objective.sums(evaluate(params, batch), batch, weights, prices)
+        total = sums["losses/total_loss"]
+        losses = {k: v * tokens for k, v in sums.items() if k.startswith("losses/")}
+        return total, {**sums, **losses}
 
     def loss(params, part):
+        if objective is not None:
+            return objective_loss(params, part)
         seen = evaluate(params, part)
         sums = ppo_loss_sums(
             seen.logprobs,
@@ -124,7 +150,12 @@ def ppo_update(
 
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    new = PPOState(params, opt_state, state.kl, state.step + 1)
+    entropy = state.entropy
+    if objective is not None:
+        # without a token there is no entropy: NaN leaves the controller where it is
+        mean = jnp.where(sums["count"] > 0, sums["policy/entropy"] / sums["count"], jnp.nan)
+        entropy = objective.entropy.update(entropy, mean)
+    new = PPOState(params, opt_state, state.kl, state.step + 1, entropy)
     sums["optimizer/grad_norm"] = optax.global_norm(grads).astype(jnp.float32)
     sums["optimizer/steps"] = jnp.ones((), jnp.float32)
     return new, sums
@@ -139,6 +170,7 @@ def ppo_step(
     optimizer: optax.GradientTransformation,
     kl: KLController,
     config: PPOConfig,
+    objective: Objective | None = None,
 ) -> tuple[PPOState, dict[str, jax.Array]]:
     """Runs all updates of one batch: epochs, shuffled minibatches, micro-batches.
 
@@ -152,7 +184,9 @@ def ppo_step(
       evaluate: `(params, batch) -> Evaluation`, for any subset of the batch's rows.
       optimizer: the optax chain that `ppo_init` was given.
       kl: the KL controller, updated once with the mean of `batch.kl` over the `B` samples.
-      config: see `PPOConfig`.
+      config: see `PPOConfig`; with an objective its ranges and vf_coef are not read.
+      objective: what to minimise, from `make_objective`; None: the PPO loss. The state must come
+        from `ppo_init` with the same.
 
     Returns:
       The new state and metrics: scalars, means over the tokens of all optimizer steps taken.
@@ -164,7 +198,12 @@ def ppo_step(
         state, stopped = carry
         minibatch = jax.tree.map(lambda x: x[rows], batch)
         new, sums = ppo_update(
-            state, minibatch, evaluate=evaluate, optimizer=optimizer, config=config
+            state,
+            minibatch,
+            evaluate=evaluate,
+            optimizer=optimizer,
+            config=config,
+            objective=objective,
         )
         if config.approx_kl_stop is not None:
             limit = config.approx_kl_stop * sums["count"]

@@ -1,4 +1,4 @@
-"""Distance from the reference policy: estimators, the exact value, and controllers of its price."""
+"""Distance from the reference policy: estimates, exact value, loss, controllers of the price."""
 
 import math
 from collections.abc import Callable
@@ -7,6 +7,12 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+
+# Bound on the difference of two log-probs of a token wherever it is exponentiated. exp(20) = 4.9e8
+# is far from overflow even when its square is summed in float32, and far outside any clip range.
+# Inside the bound value and gradient are untouched. Outside, a ratio of policies stands still and
+# passes no gradient; the KL to a reference keeps the gradient it has at the bound.
+LOG_RATIO_LIMIT = 20.0
 
 _ESTIMATORS = {
     "k1": lambda r: r,
@@ -82,6 +88,66 @@ def exact_kl(logits: chex.Array, ref_logits: chex.Array) -> jax.Array:
     # p > 0 rather than log_p > -inf: a p that underflows meets log_q = -inf as 0 * inf otherwise.
     log_ratio = jnp.where(p > 0, log_p - log_q, 0)
     return jnp.sum(p * log_ratio, axis=-1)
+
+
+def kl_loss(
+    logprobs: chex.Array,
+    ref_logprobs: chex.Array,
+    kind: str = "k3",
+    *,
+    old_logprobs: chex.Array | None = None,
+) -> jax.Array:
+    r"""The KL to the reference as a term of a loss: the value of an estimate, the KL's gradient.
+
+    An estimate used as a loss as it is does not have the KL's gradient: over samples from the
+    policy that of k1 averages to 0, and that of k3 to the gradient of KL(reference || policy).
+    Here, with r = log policy(t) - log reference(t) and a weight w,
+
+        value     w kind(r)
+        gradient  w r grad log policy(t),   w = policy(t) / old(t), or 1 without old_logprobs
+
+    Over tokens drawn from `old`, at the prefix they were drawn at, the gradient averages to that of
+    KL(policy || reference) for every kind, and the value to the KL for k1 and k3. (With k3 and w
+    the gradient is that of w k3, DeepSeek-V3.2's correction.) What a token does to the KL of later
+    tokens is left out, as in every KL that stands in a loss; the KL in the reward has it.
+
+    |r| and |log w| are limited to LOG_RATIO_LIMIT in value and weight. The gradient does not end
+    there: a policy far from its reference is pulled back with the force of the limit.
+
+    Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556.
+
+    Args:
+      logprobs: of the sampled tokens under the policy now, any shape, in nats; gradients flow here.
+      ref_logprobs: the same under the reference; a constant.
+      kind: "k1", "k2", "k3" or "abs". For the exact KL differentiate `exact_kl`.
+      old_logprobs: the same under the policy that sampled; a constant. None: the policy now.
+
+    Returns:
+      The shape of the inputs, in nats, float32 or wider. Nothing is masked or summed.
+
+    Raises:
+      ValueError: if the kind is unknown.
+      AssertionError: if the shapes differ.
+    """
+    if kind not in _ESTIMATORS:
+        valid = ", ".join(repr(name) for name in _ESTIMATORS)
+        raise ValueError(f"Unknown kind of KL in the loss {kind!r}: use one of {valid}.")
+    chex.assert_equal_shape([logprobs, ref_logprobs])
+    logprobs = _at_least_float32(logprobs)
+    now = jax.lax.stop_gradient(logprobs)
+
+    def difference(other):
+        other = jax.lax.stop_gradient(_at_least_float32(other))
+        return jnp.clip(now - other, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    ratio = difference(ref_logprobs)
+    weight = jnp.ones_like(ratio)
+    if old_logprobs is not None:
+        chex.assert_equal_shape([logprobs, old_logprobs])
+        weight = jnp.exp(difference(old_logprobs))
+    # logprobs - now is 0 with slope 1.
+    return weight * (_ESTIMATORS[kind](ratio) + ratio * (logprobs - now))
 
 
 class KLState(NamedTuple):

@@ -9,6 +9,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxppo.core.kl import exact_kl
+
 
 def response_states(hidden: chex.Array, prompt_length: int, *, response_length: int) -> jax.Array:
     r"""Takes the states from which the tokens of the response were predicted.
@@ -128,37 +130,82 @@ def chunked_logprobs(
       ValueError: if chunk_size < 1.
       AssertionError: if the shapes do not fit.
     """
-    if chunk_size < 1:
-        raise ValueError(
-            f"chunk_size must be at least 1 position, got {chunk_size}: try 1024, or B * N for no "
-            "chunks at all."
-        )
-    chex.assert_rank(states, 3)
-    chex.assert_rank(tokens, 2)
-    chex.assert_equal_shape_prefix([states, tokens, *extras], 2)
-    total = tokens.size
-    rows = [jnp.asarray(x).reshape(total, *x.shape[2:]) for x in (states, tokens, *extras)]
 
     def logprobs_and_entropy(states, tokens, *extras):
         logits = logits_fn(states, tokens, *extras)
         chex.assert_rank(logits, 2)
         return token_logprobs(logits, tokens), entropy(logits)
 
+    return _in_chunks(logprobs_and_entropy, (states, tokens, *extras), chunk_size)
+
+
+def chunked_logprobs_and_kl(
+    logits_fn: Callable[..., jax.Array],
+    ref_logits_fn: Callable[..., jax.Array],
+    states: chex.Array,
+    ref_states: chex.Array,
+    tokens: chex.Array,
+    *extras: chex.Array,
+    chunk_size: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes log-probs, entropies and the exact KL to a reference, chunk after chunk.
+
+    As `chunked_logprobs`, with the reference's logits beside the policy's.
+
+    Args:
+      logits_fn: of the policy, see `chunked_logprobs`.
+      ref_logits_fn: of the reference, called with its states in the same way; a constant. It should
+        do to its logits what the policy does, or the KL is of other distributions.
+      states: [B, N, D], of the policy.
+      ref_states: [B, N, D'], of the reference.
+      tokens: [B, N], integers in 0..V - 1.
+      *extras: [B, N, ...] each, what both functions need of each position.
+      chunk_size: C >= 1, a Python int; memory grows with 2 C V.
+
+    Returns:
+      (logprobs, entropy, kl), [B, N] each, in nats, float32 or wider; see `exact_kl`.
+
+    Raises:
+      ValueError: if chunk_size < 1.
+      AssertionError: if the shapes do not fit.
+    """
+
+    def all_three(states, tokens, ref_states, *extras):
+        logits = logits_fn(states, tokens, *extras)
+        ref_logits = jax.lax.stop_gradient(ref_logits_fn(ref_states, tokens, *extras))
+        chex.assert_rank([logits, ref_logits], 2)
+        return token_logprobs(logits, tokens), entropy(logits), exact_kl(logits, ref_logits)
+
+    return _in_chunks(all_three, (states, tokens, ref_states, *extras), chunk_size)
+
+
+def _in_chunks(function, arrays, chunk_size: int) -> tuple[jax.Array, ...]:
+    """`function` of the rows of arrays [B, N, ...], the tokens second; results [B, N] each."""
+    if chunk_size < 1:
+        raise ValueError(
+            f"chunk_size must be at least 1 position, got {chunk_size}: try 1024, or B * N for no "
+            "chunks at all."
+        )
+    states, tokens = arrays[:2]
+    chex.assert_rank(states, 3)
+    chex.assert_rank(tokens, 2)
+    chex.assert_equal_shape_prefix(list(arrays), 2)
+    total = tokens.size
+    rows = [jnp.asarray(x).reshape(total, *x.shape[2:]) for x in arrays]
     if total <= chunk_size:
-        results = logprobs_and_entropy(*rows)
+        results = function(*rows)
     else:
         chunks = -(-total // chunk_size)
         filling = chunks * chunk_size - total
 
         def cut(x):
-            # The filling repeats the last row: logits_fn then sees nothing it would not see anyway,
-            # whereas zeros could have a NaN for a gradient (a norm, say), and 0 * NaN would reach
-            # the parameters.
+            # The filling repeats the last row: the function then sees nothing it would not see
+            # anyway, whereas zeros could have a NaN for a gradient (a norm, say), and 0 * NaN would
+            # reach the parameters.
             x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (filling, *x.shape[1:]))])
             return x.reshape(chunks, chunk_size, *x.shape[1:])
 
         # prevent_cse is for code outside a loop; the scan already keeps the two passes apart.
-        body = jax.checkpoint(logprobs_and_entropy, prevent_cse=False)
+        body = jax.checkpoint(function, prevent_cse=False)
         _, results = jax.lax.scan(lambda _, x: (None, body(*x)), None, [cut(x) for x in rows])
-    logprobs, entropies = (x.reshape(-1)[:total].reshape(tokens.shape) for x in results)
-    return logprobs, entropies
+    return tuple(x.reshape(-1)[:total].reshape(tokens.shape) for x in results)

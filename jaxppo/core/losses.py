@@ -11,10 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# Bound on |log pi_new - log pi_old|. exp(20) = 4.9e8 is far from overflow even when its square is
-# summed in float32, and far outside any clip range. Inside the bound value and gradient are
-# untouched; outside, the ratio stands still and passes no gradient.
-LOG_RATIO_LIMIT = 20.0
+from jaxppo.core.kl import LOG_RATIO_LIMIT
 
 
 def ppo_loss_sums(
@@ -100,33 +97,64 @@ def ppo_loss_sums(
     policy_loss = -advantages * ratio
     policy_loss_clipped = -advantages * jnp.clip(ratio, 1 - cliprange, 1 + cliprange)
 
+    policy_sum = total(jnp.maximum(policy_loss, policy_loss_clipped))
+    critic = value_loss_sums(values, old_values, returns, mask, cliprange_value=cliprange_value)
+    sums = {
+        "losses/total_loss": policy_sum + vf_coef * critic["losses/value_loss"],
+        "losses/policy_loss": policy_sum,
+        "policy/approx_kl": total(jnp.expm1(log_ratio) - log_ratio),
+        "policy/clipfrac": total(policy_loss_clipped > policy_loss),
+        "ratio": total(ratio),
+        "count": total(mask),
+        **critic,
+    }
+    if entropy is not None:
+        sums["policy/entropy"] = total(arrays[6])
+    return sums
+
+
+def value_loss_sums(
+    values: chex.Array,
+    old_values: chex.Array,
+    returns: chex.Array,
+    mask: chex.Array,
+    *,
+    cliprange_value: float,
+) -> dict[str, jax.Array]:
+    """Sums the clipped value loss and the critic's statistics over the real tokens.
+
+    The terms, the arguments and the keys are those of `ppo_loss_sums` that concern values.
+
+    Raises:
+      AssertionError: if the ranks are not 2 or the shapes differ.
+    """
+    arrays = [values, old_values, returns]
+    chex.assert_rank([*arrays, mask], 2)
+    chex.assert_equal_shape([*arrays, mask])
+    arrays = [jnp.asarray(x) for x in arrays]
+    mask = jnp.asarray(mask, bool)
+    dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    values, old_values, returns = (jnp.where(mask, x, 0).astype(dtype) for x in arrays)
+    old_values, returns = map(jax.lax.stop_gradient, (old_values, returns))
+
+    def total(x):
+        return jnp.sum(jnp.where(mask, x, 0), dtype=dtype)
+
     # Not old + clip(new - old): inside the range that would differ from `values` by rounding, and
     # count as clipped.
     values_clipped = jnp.clip(values, old_values - cliprange_value, old_values + cliprange_value)
     value_error = jnp.square(values - returns)
     value_error_clipped = jnp.square(values_clipped - returns)
-
-    policy_sum = total(jnp.maximum(policy_loss, policy_loss_clipped))
-    value_sum = total(jnp.maximum(value_error, value_error_clipped)) / 2
-    sums = {
-        "losses/total_loss": policy_sum + vf_coef * value_sum,
-        "losses/policy_loss": policy_sum,
-        "losses/value_loss": value_sum,
-        "policy/approx_kl": total(jnp.expm1(log_ratio) - log_ratio),
-        "policy/clipfrac": total(policy_loss_clipped > policy_loss),
+    return {
+        "losses/value_loss": total(jnp.maximum(value_error, value_error_clipped)) / 2,
         "values/clipfrac": total(value_error_clipped > value_error),
-        "ratio": total(ratio),
         "values/mean": total(values),
         "values/values_error": total(value_error),
         "old_values/mean": total(old_values),
         "returns/mean": total(returns),
         "returns/square": total(jnp.square(returns)),
         "residuals/mean": total(returns - values),
-        "count": total(mask),
     }
-    if entropy is not None:
-        sums["policy/entropy"] = total(arrays[6])
-    return sums
 
 
 def finish_metrics(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -142,10 +170,12 @@ def finish_metrics(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
     Returns:
       A dict of scalars: the same keys, without "count", "returns/square" and "residuals/mean", and
-      with "values/explained_variance". No token at all gives zeros.
+      with "values/explained_variance" where there is a critic. No token at all gives zeros.
     """
     count = jnp.maximum(sums["count"], 1)
     means = {key: value / count for key, value in sums.items() if key != "count"}
+    if "returns/square" not in means:
+        return means
     returns_square = means.pop("returns/square")
     residuals = means.pop("residuals/mean")
     returns_variance = returns_square - jnp.square(means["returns/mean"])

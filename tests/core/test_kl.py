@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxppo.core import KLState, adaptive_kl, exact_kl, fixed_kl, kl_estimate
+from jaxppo.core import KLState, adaptive_kl, exact_kl, fixed_kl, kl_estimate, kl_loss
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 P, Q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.3, 0.5])
@@ -226,3 +226,76 @@ def test_fixed_kl_keeps_its_coefficient():
 def test_bad_parameters_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+KINDS = ["k1", "k2", "k3", "abs"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kl_in_the_loss_has_the_gradient_of_the_kl(kind):
+    """Every token of a vocabulary of three, weighted as the policy would draw it."""
+
+    def sampled(logits, drawn, **old):
+        terms = kl_loss(jax.nn.log_softmax(logits), jnp.log(Q), kind, **old)
+        return jnp.sum(drawn * terms)
+
+    with jax.enable_x64(True):
+        logits = jnp.log(P)
+        wanted = jax.grad(lambda x: exact_kl(x, jnp.log(Q)))(logits)
+        value, slope = jax.value_and_grad(sampled)(logits, P)
+        np.testing.assert_allclose(slope, wanted, rtol=1e-10, atol=1e-14)
+        np.testing.assert_allclose(value, expectation(kind), rtol=1e-12)
+        # The tokens were drawn by another policy, whose ratio puts value and gradient right.
+        drawn = np.array([0.2, 0.45, 0.35])
+        value, slope = jax.value_and_grad(sampled)(logits, drawn, old_logprobs=np.log(drawn))
+        np.testing.assert_allclose(slope, wanted, rtol=1e-10, atol=1e-14)
+        np.testing.assert_allclose(value, expectation(kind), rtol=1e-12)
+        if kind in ("k1", "k3"):
+            np.testing.assert_allclose(value, KL, rtol=1e-12)
+        biased = jax.grad(sampled)(logits, drawn)
+        assert np.abs(biased - wanted).max() > 0.01  # so the weight is needed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kl_in_the_loss_of_two_tokens(kind):
+    """All responses of two tokens: the gradient is that of the KL at each prefix as drawn."""
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        first, second = jnp.asarray(rng.normal(size=3)), jnp.asarray(rng.normal(size=(3, 3)))
+        ref_first, ref_second = rng.normal(size=3), rng.normal(size=(3, 3))
+        drawn = jax.nn.softmax(first)[:, None] * jax.nn.softmax(second)
+
+        def sampled(first, second):
+            log_p = jax.nn.log_softmax(first)[:, None], jax.nn.log_softmax(second)
+            log_q = jax.nn.log_softmax(ref_first)[:, None], jax.nn.log_softmax(ref_second)
+            terms = [kl_loss(p, q, kind) for p, q in zip(log_p, log_q)]
+            return jnp.sum(drawn * sum(terms))
+
+        def at_each_prefix(first, second):
+            chance = drawn.sum(1)  # of the prefixes, a constant
+            return exact_kl(first, ref_first) + jnp.sum(chance * exact_kl(second, ref_second))
+
+        got = jax.jit(jax.grad(sampled, argnums=(0, 1)))(first, second)
+        wanted = jax.jit(jax.grad(at_each_prefix, argnums=(0, 1)))(first, second)
+        for a, b in zip(got, wanted):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_that_ran_away_is_still_pulled_back(kind):
+    def loss(x, ref):
+        return kl_loss(x, ref, kind).sum()
+
+    far = jnp.array([-500.0, -1.0])
+    value, slope = jax.value_and_grad(loss)(far, jnp.array([-1.0, -500.0]))
+    np.testing.assert_array_equal(slope, [-20, 20])
+    assert np.isfinite(value)
+    slope = jax.grad(loss)(jnp.array([-1.0]), jnp.array([-jnp.inf]))  # ruled out by the reference
+    np.testing.assert_array_equal(slope, [20])
+    np.testing.assert_array_equal(jax.grad(loss)(far, far), [0, 0])
+    np.testing.assert_array_equal(jax.grad(loss, argnums=1)(far, 0 * far), [0, 0])
+
+
+def test_unknown_kinds_in_the_loss():
+    with pytest.raises(ValueError, match="'k3'"):
+        kl_loss(jnp.zeros(2), jnp.zeros(2), "exact")

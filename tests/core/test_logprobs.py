@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxppo import core
 from jaxppo.core import chunked_logprobs, entropy, response_states, token_logprobs
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -253,3 +254,34 @@ def test_one_chunk_needs_no_loop():
     assert has_scan(127)
     assert not has_scan(128)
     assert not has_scan(1000)
+
+
+@pytest.mark.parametrize("chunk_size", [2, 7, 99])
+def test_the_exact_kl_beside_the_log_probs(chunk_size):
+    rng = np.random.default_rng(4)
+    with jax.enable_x64(True):
+        states, ref_states = rng.normal(size=(2, 3, 4)), rng.normal(size=(2, 3, 5))
+        head, ref_head = jnp.asarray(rng.normal(size=(4, 6))), rng.normal(size=(5, 6))
+        tokens, kept = rng.integers(0, 6, (2, 3)), rng.random((2, 3, 6)) < 0.7
+        np.put_along_axis(kept, tokens[..., None], True, axis=-1)
+        cut = lambda logits, kept: jnp.where(kept, logits, -jnp.inf)  # noqa: E731
+
+        def chunked(head):
+            results = core.chunked_logprobs_and_kl(
+                lambda s, t, kept: cut(s @ head, kept),
+                lambda s, t, kept: cut(s @ ref_head, kept),
+                states, ref_states, tokens, kept, chunk_size=chunk_size,
+            )  # fmt: skip
+            return results[2].sum(), results
+
+        def plain(head):
+            logits, ref = cut(states @ head, kept), cut(ref_states @ ref_head, kept)
+            kl = core.exact_kl(logits, ref)
+            return kl.sum(), (core.token_logprobs(logits, tokens), core.entropy(logits), kl)
+
+        (_, got), slope = jax.jit(jax.value_and_grad(chunked, has_aux=True))(head)
+        (_, wanted), wanted_slope = jax.jit(jax.value_and_grad(plain, has_aux=True))(head)
+    assert np.isfinite(wanted_slope).all()
+    np.testing.assert_allclose(slope, wanted_slope, rtol=1e-12, atol=1e-15)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
