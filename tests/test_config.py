@@ -191,7 +191,7 @@ def test_overrides(overrides, path, expected):
         ({"methods": {"ppo_epochs": 4}}, "unknown option methods; did you mean method?"),
         (
             {"model.xyz": 1},
-            "unknown option model.xyz; model has: compute_dtype, critic_path, lora, ",
+            "unknown option model.xyz; model has: compute_dtype, critic_path, ",
         ),
         ({"xyz": 1}, "the sections are: method, model, "),
         ({3: 1}, "unknown option 3"),
