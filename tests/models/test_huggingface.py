@@ -272,11 +272,6 @@ def test_hub_models_are_downloaded_without_pickles(folder, monkeypatch):
     assert not any(p in ("*", "*.bin", "*.py", "*.pt") for p in asked["allow_patterns"])
 
 
-def test_a_mesh_is_refused_for_now():
-    with pytest.raises(NotImplementedError, match="mesh"):
-        load_pretrained(GOLDEN, mesh=object())
-
-
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_a_value_head_lies_beside_the_model(tmp_path, kind):
     model, params = tiny_model()
