@@ -9,8 +9,11 @@ never sees.
 
     python -m jaxppo.main --config=configs/gpt2_sentiment.py:imdb
 
-does the same with the models of trlx's example, `lvwerra/gpt2-imdb` (124M parameters, 0.5 GB) and
-`lvwerra/distilbert-imdb` (0.3 GB), which are downloaded from the Hugging Face hub; it wants a GPU.
+is trlx's example: the first words of IMDB reviews, continued by `lvwerra/gpt2-imdb` (124M
+parameters, 0.5 GB; the top two layers are trained), scored by `lvwerra/distilbert-imdb` (0.3 GB).
+Models and reviews come from the Hugging Face hub; it needs `pip install 'jaxppo[datasets]'` and
+wants a GPU. It is tested on small models of these architectures; with the real ones it has not been
+run yet.
 
 Two CPU cores, float32: 2:43 minutes for 60 cycles of 128 rollouts, 480 optimizer steps. On 256
 held-out prompts, fresh samples: P(positive) .507 -> .922, VADER .12 -> .61, at 13.4 nats of KL a
@@ -28,7 +31,9 @@ def get_config(arg=None):
         raise ConfigError(f"gpt2_sentiment has no variant {arg!r}; leave it out or say imdb")
     config = default_config()
     if arg == "imdb":
-        config.model.model_path = "lvwerra/gpt2-imdb"
+        config.model.update(model_path="lvwerra/gpt2-imdb", num_layers_unfrozen=2)
+        config.reward.update(model_path="lvwerra/distilbert-imdb", label="POSITIVE")
+        config.method.cliprange_reward = 10.0
         return config
     config.train.update(
         seq_length=64,
@@ -56,19 +61,40 @@ def get_config(arg=None):
 def make_task(config):
     from jaxppo import Task, reward_model
     from jaxppo.assets import asset, review_prompts
+    from jaxppo.train import configured_reward
 
+    if config.reward.model_path:
+        return Task(
+            prompts=imdb_beginnings(),
+            eval_prompts=["I don't know much about Hungarian underground"] * HELD_OUT,
+            reward_fn=configured_reward(config),
+            metric_fn=make_metrics(),
+        )
     prompts = review_prompts()
-    imdb = config.model.model_path == "lvwerra/gpt2-imdb"
-    if imdb:
-        print("downloading lvwerra/gpt2-imdb and lvwerra/distilbert-imdb, 0.8 GB, once", flush=True)
-    classifier = "lvwerra/distilbert-imdb" if imdb else asset("reviews-sentiment")
     return Task(
         prompts=prompts[:-HELD_OUT],
         eval_prompts=prompts[-HELD_OUT:],
-        reward_fn=reward_model(classifier, label="POSITIVE"),
+        reward_fn=reward_model(asset("reviews-sentiment"), label="POSITIVE"),
         metric_fn=make_metrics(),
         model_path=None if config.model.model_path else asset("reviews-gpt2"),
     )
+
+
+def imdb_beginnings():
+    """The first four words of each review of the IMDB dataset."""
+    from jaxppo import PromptError
+
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise PromptError(
+            "the IMDB reviews need the package datasets: pip install 'jaxppo[datasets]'"
+        ) from None
+    try:
+        reviews = load_dataset("imdb", split="train+test")["text"]
+    except Exception as error:  # network, disk, hub
+        raise PromptError(f"the IMDB reviews can't be loaded: {error}") from error
+    return [" ".join(review.split()[:4]) for review in reviews]
 
 
 def make_metrics():

@@ -122,7 +122,7 @@ def default_config() -> ConfigDict:
         "cliprange": 0.2,
         "cliprange_value": 0.2,
         "vf_coef": 1.0,
-        "scale_reward": placeholder(str),  # None | "running" | "ref"
+        "scale_reward": placeholder(str),  # None | "running" | "ref" | "ref_centred" (to mean 0)
         "ref_mean": placeholder(float),  # with "ref"; None: of the first chunk
         "ref_std": placeholder(float),
         "cliprange_reward": FieldReference(10.0),  # None or 0: no clipping
@@ -145,8 +145,13 @@ def default_config() -> ConfigDict:
     kinds = {"max_new_tokens": int, "min_new_tokens": int, "do_sample": bool, "temperature": float}
     kinds |= {"top_k": int, "top_p": float, "min_p": float, "eos_token_id": object}
     method["gen_experience_kwargs"] = {name: placeholder(kind) for name, kind in kinds.items()}
+    reward = {  # a classifier that scores samples where no reward function is given
+        "model_path": placeholder(str),  # a folder or a Hugging Face name
+        "label": placeholder(str),  # by name or number; None: the only one
+        "output": "probability",  # "logit"
+    }
     sections = {"train": train, "model": model, "tokenizer": tokenizer, "optimizer": optimizer}
-    return ConfigDict(sections | {"scheduler": scheduler, "method": method})
+    return ConfigDict(sections | {"scheduler": scheduler, "method": method, "reward": reward})
 
 
 # The keyword arguments that each optimizer and scheduler reads.
@@ -280,6 +285,7 @@ def plan_lines(plan: Plan, config: ConfigDict) -> list[tuple[str, str]]:
     best = " and the best" if t.save_best else ""
     clip = f"clipped at +-{m.cliprange_reward:g}" if m.cliprange_reward else "not clipped"
     scale = {"running": ", divided by their running std", "ref": ", divided by the reference std"}
+    scale["ref_centred"] = ", to mean 0 and std 1 on the reference's samples"
     chunks = f"{plan.chunks_per_cycle} x {m.chunk_size}{up}"
     updates = f"{m.ppo_epochs} epochs x {steps // m.ppo_epochs}"
     return [
@@ -386,13 +392,14 @@ _CHOICES = {
     "train.tracker": (("tensorboard", "wandb"), "; JSON lines are written in any case"),
     "model.model_arch_type": (("causal",), "; encoder-decoder models are not supported yet"),
     "model.value_head": (("linear", "mlp"), ""),
+    "reward.output": (("probability", "logit"), ""),
     "model.compute_dtype": (("auto", "float32", "bfloat16"), ""),
     "tokenizer.padding_side": (("left",), ", since a response starts where its prompt ends"),
     "tokenizer.truncation_side": (("left", "right"), ""),
     "optimizer.name": (tuple(OPTIMIZERS), "; others are not supported yet"),
     "scheduler.name": (tuple(SCHEDULERS), "; others are not supported yet"),
     "method.name": (("PPOConfig",), "; other methods are not supported yet"),
-    "method.scale_reward": (("running", "ref"), ""),
+    "method.scale_reward": (("running", "ref", "ref_centred"), ""),
     "method.kl_estimator": (("k1", "k2", "k3", "abs"), ""),
 }
 
@@ -433,7 +440,7 @@ def _contradictions(config: ConfigDict) -> Iterator[str]:
         )
     if (m.ref_mean is None) != (m.ref_std is None):
         yield "method.ref_mean and method.ref_std belong together; give both or neither"
-    if m.ref_std is not None and m.scale_reward != "ref":
+    if m.ref_std is not None and m.scale_reward not in ("ref", "ref_centred"):
         yield "method.ref_std has no effect unless method.scale_reward is 'ref'; set or drop it"
     if config.model.lora.rank and config.model.num_layers_unfrozen != -1:
         yield (

@@ -108,8 +108,9 @@ def make_programs(
 
     def experience(rollout, grid, totals, scaling, scored: Scored, kl_coef):
         grid, scaling, scores = scale_scores(
-            grid, totals, scaling, mode=method.scale_reward, clip=method.cliprange_reward
-        )
+            grid, totals, scaling,
+            mode=method.scale_reward, clip=method.cliprange_reward, mask=rollout.mask,
+        )  # fmt: skip
         batch, metrics = make_experience(
             rollout._replace(trunk=scored.trunk),
             grid,

@@ -143,7 +143,7 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
 
     state = LoopState(
         ppo_init(policy.trained, optimizer=programs.optimizer, kl=programs.kl),
-        init_scaling(config.method.ref_std),
+        init_scaling(config.method.ref_std, config.method.ref_mean),
     )
     folder = Path(config.train.checkpoint_dir)
     policy = policy._replace(trained=None)  # the state's from here on, which gives them away

@@ -21,6 +21,7 @@ from jaxppo.evaluation import evaluate
 from jaxppo.models import Model, ModelError, save_pretrained
 from jaxppo.prompts import PromptError, prompt_indices, take
 from jaxppo.rewards.functions import RewardError
+from jaxppo.rewards.model import reward_model
 from jaxppo.run import LoopState, Progress, Run, prepare_run
 
 
@@ -76,7 +77,7 @@ def train(
     Args:
       model_path: a checkpoint folder or a hub id; takes the place of `config.model.model_path`.
       reward_fn: `(samples, prompts, outputs, tokenizer, **columns) -> scores`, a float a sample
-        or a list of floats a sample, one a token.
+        or a list of floats a sample, one a token. None: the classifier `config.reward.model_path`.
       prompts: strings, dicts with a "prompt" and further columns for the functions, or chats.
         None: nothing but the BOS token.
       eval_prompts: as prompts; by default the first chunk of them.
@@ -97,13 +98,22 @@ def train(
     config = configs.make_config(config)
     if model_path is not None:
         config.model.model_path = str(model_path)
+    if reward_fn is None and config.reward.model_path:
+        reward_fn = configured_reward(config)
     if not callable(reward_fn):
         raise configs.ConfigError(
             "there is no reward function; pass reward_fn=, a function of samples that returns "
-            "one score each"
+            "one score each, or set reward.model_path to a classifier"
         )
     task = Task(prompts, reward_fn, eval_prompts, metric_fn, stop_sequences)
     return run_task(config, task, console=console)
+
+
+def configured_reward(config: ConfigDict) -> Callable:
+    """The reward model that the config names."""
+    r = config.reward
+    label = int(r.label) if (r.label or "").isdigit() else r.label
+    return reward_model(r.model_path, label=label, output=r.output)
 
 
 def run_task(config: ConfigDict, task: Task, *, console=None) -> Trained:

@@ -250,7 +250,7 @@ def test_overrides(overrides, path, expected):
         ({"scheduler.name": "cosine"}, "scheduler.name must be 'cosine_annealing' or"),
         (
             {"method.scale_reward": "whiten"},
-            "method.scale_reward must be 'running' or 'ref' or None",
+            "method.scale_reward must be 'running' or 'ref' or 'ref_centred'",
         ),
         ({"method.kl_estimator": "k4"}, "method.kl_estimator must be"),
         # contradictions

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxppo.models.transformer import Decoder, DecoderConfig, KVCache
 
 Params = Mapping[str, Any]
+POOLERS = {"tanh": jnp.tanh, "relu": jax.nn.relu}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ class Model:
       so that nobody has to hold `[B, T, V]`.
     logits: `(params, tokens, mask=None) -> [B, T, V]`, the two above in one.
     score: `(params, tokens, mask=None) -> [B, labels]`, a classifier's logits read at each row's
-      last real token. None for language models.
+      last real token (encoders: the first). None for language models.
     init_cache: `(batch, length, dtype=float32) -> cache`, empty, for `length` tokens; `dtype` is
       that of the parameters, and gives way to the config's `compute_dtype`.
     hf_config, generation_config: the checkpoint's JSON files, kept for the export.
@@ -102,7 +103,7 @@ def build_model(
                 positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1) - 1, 0)
         key_positions = None
         if cache is None:
-            allowed = visible(T, mask, segment_ids)
+            allowed = visible(T, mask, segment_ids, causal=config.causal)
         else:
             slots = jnp.broadcast_to(cache.index[..., None] + jnp.arange(T), (B, T))
             write = lambda old, new: old.at[jnp.arange(B)[:, None], slots].set(new)  # noqa: E731
@@ -151,15 +152,26 @@ def build_model(
     def score(params, tokens, mask=None):
         hidden, _ = apply(params, tokens, mask=mask)
         B, T = tokens.shape
-        if mask is None:
-            last = jnp.full(B, T - 1)
+        if config.pooler:  # the first real token, else the last
+            read = jnp.zeros(B, int) if mask is None else jnp.argmax(mask, axis=1)
+        elif mask is None:
+            read = jnp.full(B, T - 1)
         else:
-            last = jnp.max(jnp.where(mask, jnp.arange(T), 0), axis=1)
-        state = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        labels = _project_out(params, state) @ params["score"]
+            read = jnp.max(jnp.where(mask, jnp.arange(T), 0), axis=1)
+        state = jnp.take_along_axis(hidden, read[:, None, None], axis=1)[:, 0]
+        state = _project_out(params, state)
+        if config.pooler:
+            layer = params["pooler"]
+            state = state @ layer["kernel"].astype(state.dtype) + layer["bias"].astype(state.dtype)
+            state = POOLERS[config.pooler](state)
+        labels = state @ params["score"].astype(state.dtype)
+        if config.pooler:
+            labels = labels + params["score_bias"]
         return labels.astype(jnp.promote_types(labels.dtype, jnp.float32))
 
     def init_cache(batch, length, dtype=jnp.float32):
+        if not config.causal:
+            raise ValueError("an encoder reads a text as a whole and has no cache to sample with")
         # keys and values come in the compute dtype; a wider cache would widen all that follows
         dtype = config.compute_dtype or dtype
         shape = (batch, config.cache_heads, length, config.head_size)
@@ -185,11 +197,13 @@ def build_model(
     )
 
 
-def visible(length: int, mask=None, segment_ids=None):
-    """Which tokens each token may see, `[B or 1, T, T]` bool: real ones of its own segment, not
-    ahead of it. `mask` and `segment_ids` are `[B, T]`; windows are the layers' own matter.
+def visible(length: int, mask=None, segment_ids=None, *, causal=True):
+    """Which tokens each token may see, `[B or 1, T, T]` bool: real ones of its own segment, and
+    if `causal` none ahead of it. `mask` and `segment_ids` are `[B, T]`; windows are the layers' own
+    matter.
     """
-    allowed = jnp.tril(jnp.ones((length, length), bool))[None]
+    allowed = jnp.ones((1, length, length), bool)
+    allowed = jnp.tril(allowed) if causal else allowed
     if mask is not None:
         allowed = allowed & mask[:, None, :]
     if segment_ids is not None:

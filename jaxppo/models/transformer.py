@@ -60,6 +60,11 @@ class DecoderConfig:
     tied: the output projection is the embedding table; head_bias: logits have a bias.
     experts, experts_per_token, expert_width, normalize_experts: see `Experts`; 0: none.
     expert_layers: which layers have them; the others have a plain MLP.
+
+    causal: a token sees those before it and itself; else all of them, and there is no cache.
+    token_types: rows of a table whose first is added to every embedding (encoders of one text).
+    pooler: activation of a layer between the first token's state and the scores; None: a
+      classifier reads the last token's state, without a layer.
     """
 
     vocab_size: int
@@ -105,6 +110,9 @@ class DecoderConfig:
     expert_width: int = 0
     normalize_experts: bool = True
     expert_layers: tuple[int, ...] = ()
+    causal: bool = True
+    token_types: int = 0
+    pooler: str | None = None
 
     @property
     def head_size(self) -> int:
@@ -307,6 +315,8 @@ class Decoder(nn.Module):
             rows = c.max_positions + c.position_offset
             position_table = self.param("positions", init, (rows, c.width))
             x_BTD = x_BTD + position_table[positions + c.position_offset]
+        if c.token_types:
+            x_BTD = x_BTD + self.param("token_types", init, (c.token_types, c.width))[0]
         x_BTD = x_BTD.astype(c.compute_dtype or x_BTD.dtype)
         return _norm(c, "embedding_norm")(x_BTD) if c.embedding_norm else x_BTD
 
@@ -319,6 +329,9 @@ class Decoder(nn.Module):
             self.param("project_out", init, (c.width, out))
         if c.num_labels:
             self.param("score", init, (out, c.num_labels))
+            if c.pooler:
+                Linear(out, c.initializer_range, name="pooler")(jnp.zeros((1, out)))
+                self.param("score_bias", nn.initializers.zeros, (c.num_labels,))
             return
         if not c.tied:
             self.param("head", init, (c.vocab_size, out))

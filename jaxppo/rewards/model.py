@@ -20,13 +20,16 @@ def reward_model(
 ) -> Callable[..., list[float]]:
     """Makes a reward function of a sequence classifier, scored under jit on the device.
 
+    Any family will do, and any tokenizer: texts are tokenised anew with the classifier's own.
+
     Args:
       name_or_path: a folder or hub id, as for `load_pretrained`.
       label: the output that is the score, by number or by its name in the checkpoint's
         `id2label`; None: the only one there is.
       output: "probability" (softmax over the labels, sigmoid for one) or "logit".
       batch_size: texts in one call.
-      max_length: tokens read of each text, from its beginning; None: as many as the model can.
+      max_length: tokens read of each text, special ones included, from the side that its tokenizer
+        keeps, as a rule the beginning; None: as many as the model can.
 
     Returns:
       A function with trlx's call; it scores `samples`, prompt and response together.
@@ -54,7 +57,9 @@ def reward_model(
         return jax.nn.softmax(logits, axis=-1)[:, column]
 
     def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        rows = [ids[:limit] or [0] for ids in tokenizer(list(texts))["input_ids"]]
+        # cut by the tokenizer, which keeps the special tokens it puts around a text
+        encoded = tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
+        rows = [ids or [0] for ids in encoded]
         width = min(limit, -(-max(map(len, rows)) // LENGTH_STEP) * LENGTH_STEP)
         tokens = np.zeros((batch_size, width), np.int32)
         mask = np.zeros((batch_size, width), bool)

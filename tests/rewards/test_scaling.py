@@ -156,5 +156,21 @@ def test_empty_responses_count_in_the_moments():
 
 
 def test_other_modes_are_refused():
-    with pytest.raises(ValueError, match="'whiten' is unknown; choose None, 'running' or 'ref'"):
+    with pytest.raises(
+        ValueError, match="'whiten' is unknown; choose one of None, 'running', 'ref'"
+    ):
         scale([1.0], init_scaling(), "whiten")
+
+
+def test_centred_scores_have_mean_0_and_std_1_on_the_first_cycle_and_keep_its_measure():
+    fn = jax.jit(functools.partial(scale_scores, mode="ref_centred", clip=None))
+    lengths, mask = [3, 2, 1, 3], np.arange(3) < np.array([3, 2, 1, 3])[:, None]
+    first, totals = on_grid([4.0, 1.0, -2.0, 9.0], lengths)
+    scaled, state, _ = fn(first, totals, init_scaling(), mask=mask)
+    np.testing.assert_allclose(scaled.sum(1), (totals - 3) / totals.std(ddof=1), rtol=1e-6)
+    assert (np.asarray(scaled)[first == 0] == 0).all()  # only where the score lies
+    second, totals_2 = on_grid([3.0, 3.0, 3.0, 5.0], lengths)
+    scaled, state, _ = fn(second, totals_2, state, mask=mask)
+    np.testing.assert_allclose(scaled.sum(1), (totals_2 - 3) / totals.std(ddof=1), rtol=1e-6)
+    given, *_ = fn(second, totals_2, init_scaling(2.0, 1.0), mask=mask)
+    np.testing.assert_allclose(given.sum(1), (totals_2 - 1) / 2, rtol=1e-6)

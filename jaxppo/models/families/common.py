@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxppo.models.layers import ACTIVATIONS
@@ -77,6 +78,30 @@ def decoder(
             **fields,
         }
     )
+
+
+def encoder(hf: Mapping[str, Any], **fields) -> DecoderConfig:
+    """The same for a classifier in which every token sees every other; arguments of `decoder`.
+
+    Raises:
+      ValueError: options that are not supported, and models without a classifier's head.
+    """
+    c = decoder(
+        hf,
+        tied=False,
+        causal=False,
+        norm_place="last",
+        final_norm=False,
+        embedding_norm=True,
+        **fields,
+    )
+    if not c.num_labels:
+        raise ValueError(
+            f"of {hf['model_type']} only ForSequenceClassification is supported, not "
+            f"{', '.join(hf.get('architectures') or ['a bare encoder'])}"
+        )
+    # the checkpoint ties what only its language modelling head would use
+    return replace(c, tied=False)
 
 
 def num_labels(hf: Mapping[str, Any]) -> int:
@@ -169,6 +194,15 @@ def norm(name: str, path: str, bias: bool) -> list[Rule]:
     """A norm, with or without a bias."""
     rules = [Rule(f"{name}.weight", (f"{path}/scale",))]
     return rules + ([Rule(f"{name}.bias", (f"{path}/bias",))] if bias else [])
+
+
+def scores(dense: str, out: str) -> list[Rule]:
+    """The head of an encoder: a layer on the first token's state, then the scores."""
+    return [
+        *linear(dense, "pooler", True),
+        Rule(f"{out}.weight", ("score",), transposed),
+        Rule(f"{out}.bias", ("score_bias",)),
+    ]
 
 
 def heads(c: DecoderConfig, head: str = "lm_head") -> list[Rule]:
