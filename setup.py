@@ -36,6 +36,8 @@ setup(
     extras_require={
         "tensorboard": ["tensorboardX>=2.6"],
         "wandb": ["wandb>=0.18"],
+        "datasets": ["datasets>=3.0"],  # the IMDB reviews of trlx's example
+        "gguf": ["gguf>=0.17"],  # reads the files of llama.cpp
         "sentiment": ["vaderSentiment>=3.3.2"],  # an independent check of the sentiment reward
         "test": [
             "pytest>=8.3",
@@ -44,9 +46,10 @@ setup(
             "ruff>=0.8",
             "tensorboardX>=2.6",
             "vaderSentiment>=3.3.2",
+            "gguf>=0.17",
         ],
         # Models computed by torch as an independent oracle; the newest CPU build will do.
-        "parity": ["torch>=2.5"],
+        "parity": ["torch>=2.5", "peft>=0.17"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

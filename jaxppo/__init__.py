@@ -11,6 +11,7 @@ from jaxppo.core import (
     KLController,
     KLState,
     MomentsState,
+    adaptive_entropy,
     adaptive_kl,
     exact_kl,
     finish_metrics,
@@ -18,14 +19,17 @@ from jaxppo.core import (
     gae,
     init_moments,
     kl_estimate,
+    kl_loss,
     moments_std,
+    policy_loss,
     ppo_loss,
     ppo_loss_sums,
     update_moments,
     whiten,
 )
 from jaxppo.core.batch import Evaluation, PPOBatch
-from jaxppo.experience import Rollout, make_evaluate, make_experience
+from jaxppo.experience import Rollout, make_evaluate, make_experience, make_trunk
+from jaxppo.methods import METHODS, Feedback, Method
 from jaxppo.models import (
     Model,
     ModelError,
@@ -35,6 +39,7 @@ from jaxppo.models import (
     load_pretrained,
     save_pretrained,
 )
+from jaxppo.objectives import make_objective
 from jaxppo.ppo import PPOConfig, PPOState, ppo_init, ppo_step, ppo_update
 from jaxppo.prompts import PromptError
 from jaxppo.rewards import RewardError, reward_model
@@ -44,11 +49,14 @@ from jaxppo.train import Trained, TrainingError, train
 __version__ = "0.1.0"
 
 __all__ = [
+    "METHODS",
     "CheckpointError",
     "ConfigError",
     "Evaluation",
+    "Feedback",
     "KLController",
     "KLState",
+    "Method",
     "Model",
     "ModelError",
     "MomentsState",
@@ -62,6 +70,7 @@ __all__ = [
     "Task",
     "Trained",
     "TrainingError",
+    "adaptive_entropy",
     "adaptive_kl",
     "create_model",
     "default_config",
@@ -73,10 +82,14 @@ __all__ = [
     "init_moments",
     "init_value_head",
     "kl_estimate",
+    "kl_loss",
     "load_pretrained",
     "make_evaluate",
     "make_experience",
+    "make_objective",
+    "make_trunk",
     "moments_std",
+    "policy_loss",
     "ppo_init",
     "ppo_loss",
     "ppo_loss_sums",

@@ -18,7 +18,7 @@ from jaxppo import checkpoint, tracking
 from jaxppo import config as configs
 from jaxppo.collect import Task, collect
 from jaxppo.evaluation import evaluate
-from jaxppo.models import Model, ModelError, save_pretrained
+from jaxppo.models import Model, ModelError, save_adapter, save_pretrained
 from jaxppo.prompts import PromptError, prompt_indices, take
 from jaxppo.rewards.functions import RewardError
 from jaxppo.rewards.model import reward_model
@@ -273,6 +273,9 @@ def _finish(run: Run, state: LoopState, progress: Progress) -> Trained:
     policy, trained = run.policy, state.ppo.params
     params = policy.exported(trained)
     save_pretrained(run.folder / "model", policy.model, params, run.tokenizer)
+    if run.config.model.lora.rank:
+        base = run.task.model_path or run.config.model.model_path
+        save_adapter(run.folder / "adapter", policy.model, policy.merged(trained), base=base)
     best = checkpoint.latest_step(run.folder / "best")
     if best is not None:
         best_trained, _ = checkpoint.restore(run.folder / "best", best, trained)

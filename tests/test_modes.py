@@ -150,6 +150,7 @@ def test_a_killed_run_goes_on_bit_for_bit(name, folder, critic, tmp_path):
         for rows in (read_lines(tmp_path / x / "metrics.jsonl") for x in ("whole", "killed"))
     ]
     assert figures[0] == figures[1]
+    assert (tmp_path / "whole" / "adapter" / "adapter_config.json").exists() == ("lora" in name)
     model, params, _ = load_pretrained(tmp_path / "whole" / "model")  # an ordinary model
     assert not any("lora" in path for path in flatten_dict(params, sep="/"))
     tokens = np.arange(6)[None]
