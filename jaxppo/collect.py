@@ -40,6 +40,7 @@ class Collected(NamedTuple):
 
     rollout: device arrays, `R` rows.
     grid, totals: `[R, N]` and `[R]` float32, the scores on the response grid and in sum.
+    ended: `[R]` bool, responses that ended by themselves.
     scored: from `Programs.score`; None if that was not asked for.
     samples, prompts, outputs: `R` strings each.
     stats: figures of the samples: tokens a response (the EOS counted), shares that ended by
@@ -50,6 +51,7 @@ class Collected(NamedTuple):
     rollout: Rollout
     grid: np.ndarray
     totals: np.ndarray
+    ended: np.ndarray
     scored: Scored | None
     samples: list[str]
     prompts: list[str]
@@ -141,6 +143,7 @@ def collect(
         rollout=rollout,
         grid=np.concatenate(grids),
         totals=np.concatenate(totals),
+        ended=np.concatenate(ended),
         scored=join(scoreds) if scoreds else None,
         samples=texts[0],
         prompts=list(prompts.texts),

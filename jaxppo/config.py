@@ -29,10 +29,14 @@ import math
 import numbers
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
+
+from jaxppo.core import clips
+from jaxppo.methods import METHODS, KLPlace, Method, gae_credit
 
 
 class ConfigError(ValueError):
@@ -110,7 +114,8 @@ def default_config() -> ConfigDict:
         "warmup_steps": 0,  # optimizer steps, linearly from 0
     }
     method = {
-        "name": "PPOConfig",
+        "name": "PPOConfig",  # PPO, or a row of docs/methods.md, such as "grpo"
+        "group_size": 1,  # samples a prompt; methods that compare them want 4 to 16
         "ppo_epochs": 4,  # passes over a cycle's rollouts
         "num_rollouts": 128,  # per cycle, rounded up to whole chunks
         "chunk_size": 128,  # prompts sampled and scored in one go, in evaluations as well
@@ -126,7 +131,19 @@ def default_config() -> ConfigDict:
         "ref_mean": placeholder(float),  # with "ref"; None: of the first chunk
         "ref_std": placeholder(float),
         "cliprange_reward": FieldReference(10.0),  # None or 0: no clipping
-        "kl_estimator": "k1",  # the penalty of a token: "k1" | "k2" | "k3" | "abs"
+        "kl_estimator": "k1",  # in the reward, of a token: "k1" | "k2" | "k3" | "abs"
+        # The rest changes a method's row in docs/methods.md; None: as it is.
+        "kl_in": placeholder(str),  # "reward" | "loss" | "none"
+        "kl_loss_estimator": placeholder(str),  # "k1" | "k2" | "k3" | "abs"
+        "clip_low": placeholder(float),
+        "clip_high": placeholder(float),
+        "entropy_coef": 0.0,  # units of loss a nat of entropy
+        "entropy_target": placeholder(float),  # nats; the coefficient adapts to reach it
+        "entropy_share": 1.0,  # the share of tokens, the least certain, that is trained on
+        "mask_truncated": False,  # responses that were cut off leave the loss
+        "overlong_buffer": placeholder(int),  # tokens; reaching into the last so many costs up to 1
+        "missing_eos_penalty": 0.0,  # units of score, for responses that did not end
+        "off_policy_threshold": placeholder(float),  # nats a token; samples beyond it are left out
         "approx_kl_stop": placeholder(float),  # nats; past it, skip the cycle's remaining updates
         "whiten_advantages": True,
         "num_value_layers_unfrozen": 0,  # N: values come from a copy of the top N blocks
@@ -168,7 +185,8 @@ SCHEDULERS = {
 
 # Other spellings of a value, in lower case.
 _ALIASES = {
-    "method.name": {"ppo": "PPOConfig", "ppoconfig": "PPOConfig"},
+    "method.name": {"ppo": "PPOConfig", "ppoconfig": "PPOConfig", "rftconfig": "rft"},
+    "method.kl_in": {},
     "method.scale_reward": {"ignored": None, "none": None, False: None},
     "train.tracker": {"none": None},
 }
@@ -229,6 +247,56 @@ def validate(config: ConfigDict) -> None:
     _raise(problems)
 
 
+GROUP_METHODS = tuple(
+    name for name, row in METHODS.items() if name not in ("ppo", "reinforce_pp", "remax")
+)
+
+
+def is_clipped(method: Method) -> bool | None:
+    """True where the clip of a method takes `low` and `high`, else None."""
+    clip = method.clip.func if isinstance(method.clip, partial) else method.clip
+    return True if clip is clips.clip_ratio else None
+
+
+def row(config: ConfigDict) -> Method:
+    """The method of a config: its row of `METHODS` with what the config changes."""
+    m = config.method
+    name = "ppo" if m.name == "PPOConfig" else m.name
+    method = METHODS.get(name, METHODS["ppo"])  # an unknown name is another sentence's matter
+    if name == "ppo":
+        method = method._replace(
+            advantage=partial(gae_credit, gamma=m.gamma, lam=m.lam, whitened=m.whiten_advantages),
+            clip=partial(method.clip, low=m.cliprange, high=m.cliprange),
+        )
+    if is_clipped(method):
+        given = {"low": m.clip_low, "high": m.clip_high}
+        method = method._replace(
+            clip=partial(method.clip, **{k: v for k, v in given.items() if v is not None})
+        )
+    place = {
+        None: method.kl,
+        "reward": KLPlace(reward=m.kl_estimator),
+        "loss": KLPlace(loss="k3"),
+        "none": KLPlace(),
+    }.get(m.kl_in, method.kl)
+    if place.loss and m.kl_loss_estimator:
+        place = KLPlace(loss=m.kl_loss_estimator)
+    return method._replace(kl=place)
+
+
+def plain_ppo(config: ConfigDict) -> bool:
+    """Whether the loss is PPO's own, with nothing added to it or left out."""
+    m, d = config.method, default_config().method
+    same = all(m[name] == d[name] for name in _OF_METHODS)
+    return m.name == "PPOConfig" and same
+
+
+_OF_METHODS = (
+    "kl_in", "kl_loss_estimator", "clip_low", "clip_high", "entropy_coef", "entropy_target",
+    "entropy_share", "mask_truncated", "off_policy_threshold",
+)  # fmt: skip
+
+
 class Plan(NamedTuple):
     """What a run will do if no update is skipped. All are counts."""
 
@@ -240,7 +308,7 @@ class Plan(NamedTuple):
     rollouts: int  # samples in all
     evaluations: int  # before training, after each cycle in which one falls due, and at the end
     prompts: int  # how many there are
-    prompt_epochs: float  # how often each prompt is sampled, on average
+    prompt_epochs: float  # how often each prompt comes, on average
 
 
 def due(interval: int, before: int, after: int) -> bool:
@@ -255,6 +323,7 @@ def plan(config: ConfigDict, num_prompts: int) -> Plan:
     train, method = config.train, config.method
     chunks = math.ceil(method.num_rollouts / method.chunk_size)
     rollouts = chunks * method.chunk_size
+    prompts = rollouts // method.group_size
     per_cycle = method.ppo_epochs * math.ceil(rollouts / train.batch_size)
     cycles = min(train.epochs, math.ceil(train.total_steps / per_cycle))
     steps = cycles * per_cycle
@@ -262,7 +331,8 @@ def plan(config: ConfigDict, num_prompts: int) -> Plan:
     evaluations = 1 + min(cycles, steps // train.eval_interval)
     evaluations += not due(train.eval_interval, steps - per_cycle, steps)
     samples = cycles * rollouts
-    run = (cycles, steps, samples, evaluations, num_prompts, samples / num_prompts)
+    epochs = cycles * prompts / num_prompts
+    run = (cycles, steps, samples, evaluations, num_prompts, epochs)
     return Plan(rollouts, chunks, per_cycle, *run)
 
 
@@ -287,9 +357,11 @@ def plan_lines(plan: Plan, config: ConfigDict) -> list[tuple[str, str]]:
     scale = {"running": ", divided by their running std", "ref": ", divided by the reference std"}
     scale["ref_centred"] = ", to mean 0 and std 1 on the reference's samples"
     chunks = f"{plan.chunks_per_cycle} x {m.chunk_size}{up}"
+    groups = f", {m.group_size} samples a prompt" if m.group_size > 1 else ""
     updates = f"{m.ppo_epochs} epochs x {steps // m.ppo_epochs}"
     return [
         ("cycles", f"{plan.cycles}, then {limit} ends the run"),
+        ("method", m.name + groups),
         ("rollouts", f"{plan.rollouts_per_cycle} a cycle ({chunks}), {plan.rollouts} in all"),
         ("optimizer steps", f"{steps} a cycle ({updates}), {plan.optimizer_steps} in all"),
         ("batch", batch),
@@ -352,7 +424,8 @@ _RANGES = (
         """train.total_steps train.seq_length train.epochs train.batch_size train.minibatch_size
         train.eval_interval train.checkpoint_interval train.keep_checkpoints method.ppo_epochs
         method.num_rollouts method.chunk_size method.horizon scheduler.kwargs.T_max
-        scheduler.kwargs.total_iters method.gen*.max_new_tokens model.lora.rank""",
+        scheduler.kwargs.total_iters method.gen*.max_new_tokens model.lora.rank method.group_size
+        method.overlong_buffer""",
     ),
     (
         "at least 0",
@@ -360,17 +433,22 @@ _RANGES = (
         """train.log_samples method.init_kl_coef method.vf_coef method.cliprange_reward
         optimizer.max_grad_norm optimizer.kwargs.weight_decay scheduler.kwargs.eta_min
         scheduler.warmup_steps method.gen*.min_new_tokens method.gen*.temperature
-        method.gen*.top_k train.critic_warmup_steps method.num_value_layers_unfrozen""",
+        method.gen*.top_k train.critic_warmup_steps method.num_value_layers_unfrozen
+        method.missing_eos_penalty method.entropy_target""",
     ),
     (
         "above 0",
         lambda v: v > 0,
         """method.target method.cliprange method.cliprange_value method.approx_kl_stop
         method.ref_std optimizer.kwargs.lr optimizer.kwargs.eps optimizer.critic_lr
-        model.lora.alpha""",
+        model.lora.alpha method.clip_low method.clip_high method.off_policy_threshold""",
     ),
     ("from 0 to 1", lambda v: 0 <= v <= 1, "method.gamma method.lam scheduler.kwargs.end_factor"),
-    ("above 0, at most 1", lambda v: 0 < v <= 1, "method.gen*.top_p scheduler.kwargs.start_factor"),
+    (
+        "above 0, at most 1",
+        lambda v: 0 < v <= 1,
+        "method.gen*.top_p scheduler.kwargs.start_factor method.entropy_share",
+    ),
     ("at least 0, below 1", lambda v: 0 <= v < 1, "method.gen*.min_p optimizer.kwargs.momentum"),
     (
         "two numbers at least 0, below 1",
@@ -398,9 +476,11 @@ _CHOICES = {
     "tokenizer.truncation_side": (("left", "right"), ""),
     "optimizer.name": (tuple(OPTIMIZERS), "; others are not supported yet"),
     "scheduler.name": (tuple(SCHEDULERS), "; others are not supported yet"),
-    "method.name": (("PPOConfig",), "; other methods are not supported yet"),
+    "method.name": (("PPOConfig", *(name for name in METHODS if name not in ("ppo", "remax"))), ""),
     "method.scale_reward": (("running", "ref", "ref_centred"), ""),
     "method.kl_estimator": (("k1", "k2", "k3", "abs"), ""),
+    "method.kl_in": ((None, "reward", "loss", "none"), ""),
+    "method.kl_loss_estimator": ((None, "k1", "k2", "k3", "abs"), ""),
 }
 
 
@@ -433,6 +513,30 @@ def _contradictions(config: ConfigDict) -> Iterator[str]:
             f"train.batch_size {t.batch_size} exceeds the rollouts of a cycle, method.num_rollouts "
             f"{m.num_rollouts} in chunks of {m.chunk_size}; lower the one or raise the other"
         )
+    method = row(config)
+    if m.group_size > 1 and (m.chunk_size % m.group_size or m.num_rollouts % m.group_size):
+        yield (
+            f"method.group_size {m.group_size} must divide method.num_rollouts {m.num_rollouts} "
+            f"and method.chunk_size {m.chunk_size}"
+        )
+    if m.group_size == 1 and m.name in GROUP_METHODS:
+        yield (
+            f"method.name {m.name!r} compares the samples of one prompt, of which there is one; "
+            "set method.group_size to 4 or more"
+        )
+    if not method.critic:
+        for name, given in {
+            "model.critic_path": config.model.critic_path,
+            "method.num_value_layers_unfrozen": m.num_value_layers_unfrozen,
+            "train.critic_warmup_steps": t.critic_warmup_steps,
+            "optimizer.critic_lr": o.critic_lr,
+        }.items():
+            if given:
+                yield f"{name} has no effect with {m.name!r}, which has no critic; leave it out"
+    if is_clipped(method) is None and not (m.clip_low is None and m.clip_high is None):
+        yield f"method.clip_low and clip_high have no effect with {m.name!r}; leave them out"
+    if (m.overlong_buffer or 0) > rollout_kwargs(config)["max_new_tokens"]:
+        yield "method.overlong_buffer is longer than a response, max_new_tokens; lower it"
     if m.target is not None and m.init_kl_coef == 0:
         yield (
             "method.target asks for an adaptive KL coefficient, but one that starts at "

@@ -10,6 +10,9 @@ from jaxppo.core.advantages import gae, whiten
 from jaxppo.core.batch import Evaluation, PPOBatch
 from jaxppo.core.kl import kl_estimate
 from jaxppo.core.logprobs import chunked_logprobs, response_states
+from jaxppo.core.masks import ended_only
+from jaxppo.core.selection import has_signal
+from jaxppo.methods import Feedback, Method
 from jaxppo.models import Model, apply_value_head
 from jaxppo.sampling import forbid, is_truncating, keep_most_probable, scale
 
@@ -174,29 +177,10 @@ def make_experience(
       The batch, and metrics of the cycle (scalars). `policy/kl` is the mean over samples of the
       summed log-ratio, the unbiased estimate whose target the controller holds.
     """
-    mask, scores = rollout.mask, jnp.asarray(scores)
-    if scores.ndim == 1:
-        last = mask & (jnp.cumsum(mask, axis=1) == mask.sum(1, keepdims=True))
-        scores = jnp.where(last, scores[:, None], 0.0)
-    chex.assert_equal_shape([scores, mask])
-    log_ratio = jnp.where(mask, old.logprobs - ref_logprobs, 0.0)
-    penalty = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, kl_estimator), 0.0)
-    rewards = shape_rewards(scores, penalty, mask, kl_coef)
+    rewards, kl, metrics = _shaped(rollout, scores, old, ref_logprobs, kl_coef, kl_estimator)
+    mask = rollout.mask
     advantages, returns = gae(rewards, old.values, mask, gamma=gamma, lam=lam)
-    kl = log_ratio.sum(1)
-    count = jnp.maximum(mask.sum(), 1)
-    k3 = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, "k3"), 0.0)
-    metrics = {
-        **_spread("old_values", old.values, mask),
-        **_spread("returns", returns, mask),
-        "policy/kl": kl.mean(),
-        "policy/kl_k3": k3.sum(1).mean(),
-        "policy/sqrt_kl": jnp.sqrt(k3.sum(1).mean()),
-        "policy/kl_per_token": log_ratio.sum() / count,
-        "rollout/reward_after_kl": rewards.sum(1).mean(),
-        "rollout/advantage_mean": jnp.where(mask, advantages, 0).sum() / count,
-        "rollout/advantage_std": jnp.sqrt(jnp.where(mask, advantages**2, 0).sum() / count),
-    }
+    metrics |= _of_credit(old, advantages, returns, mask)
     if whiten_advantages:
         advantages = whiten(advantages, mask)
     batch = PPOBatch(
@@ -209,6 +193,99 @@ def make_experience(
         kl=kl,
     )
     return batch, metrics
+
+
+def make_method_experience(
+    rollout: Rollout,
+    scores,
+    old: Evaluation,
+    ref_logprobs,
+    *,
+    method: Method,
+    kl_coef,
+    kl_estimator: str = "k1",
+    groups=None,
+    present=None,
+    ended=None,
+    baseline=None,
+    step=0,
+) -> tuple[PPOBatch, dict[str, jax.Array]]:
+    """Turns scored samples into a batch for `ppo_step(..., objective=make_objective(method))`.
+
+    Args:
+      rollout, scores, old, ref_logprobs: as for `make_experience`.
+      method: a row of `METHODS`.
+      kl_coef, kl_estimator: of the KL in the reward, where the method has it there.
+      groups: `[B]` int32, equal for samples of one prompt.
+      present: `[B]` bool, samples that have a score; None: all.
+      ended: `[B]` bool from the sampler: responses that were cut off leave the loss, while their
+        rewards stay in their groups' baselines. None: they stay.
+      baseline: `[B]`, the reward of the greedy response to the same prompt, for `remax`.
+      step: cycles done.
+
+    Returns:
+      The batch, and metrics of the cycle (scalars) as from `make_experience`.
+    """
+    coef = kl_coef if method.kl.reward else 0.0
+    rewards, kl, metrics = _shaped(rollout, scores, old, ref_logprobs, coef, kl_estimator)
+    mask = rollout.mask
+    feedback = Feedback(rewards, mask, groups, present, old.values, baseline, step)
+    credit = method.advantage(feedback)
+    kept = mask & credit.keep[:, None]
+    metrics |= _of_credit(old, credit.advantages, credit.returns, kept)
+    if groups is not None:
+        totals = jnp.where(mask, rewards, 0.0).sum(1)
+        metrics["rollout/groups_with_signal"] = has_signal(totals, groups, credit.keep).mean()
+    kept = kept if ended is None else ended_only(kept, ended)
+    metrics["rollout/kept"] = kept.any(1).mean()
+    batch = PPOBatch(
+        inputs=rollout,
+        old_logprobs=old.logprobs,
+        old_values=old.values,
+        advantages=credit.advantages,
+        returns=credit.returns,
+        mask=kept,
+        kl=kl,
+        ref_logprobs=ref_logprobs,
+        old_entropy=old.entropy,
+    )
+    return batch, metrics
+
+
+def _shaped(rollout: Rollout, scores, old: Evaluation, ref_logprobs, kl_coef, kl_estimator):
+    """Rewards `[B, N]` with the price of KL, each sample's KL `[B]`, and metrics of the two."""
+    mask, scores = rollout.mask, jnp.asarray(scores)
+    if scores.ndim == 1:
+        scores = jnp.where(last_action(mask), scores[:, None], 0.0)
+    chex.assert_equal_shape([scores, mask])
+    log_ratio = jnp.where(mask, old.logprobs - ref_logprobs, 0.0)
+    penalty = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, kl_estimator), 0.0)
+    rewards = shape_rewards(scores, penalty, mask, kl_coef)
+    kl = log_ratio.sum(1)
+    k3 = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, "k3"), 0.0)
+    metrics = {
+        "policy/kl": kl.mean(),
+        "policy/kl_k3": k3.sum(1).mean(),
+        "policy/sqrt_kl": jnp.sqrt(k3.sum(1).mean()),
+        "policy/kl_per_token": log_ratio.sum() / jnp.maximum(mask.sum(), 1),
+        "rollout/reward_after_kl": rewards.sum(1).mean(),
+    }
+    return rewards, kl, metrics
+
+
+def last_action(mask):
+    """`[B, N]` bool, true at each response's last token, where a score lies."""
+    return mask & (jnp.cumsum(mask, axis=1) == mask.sum(1, keepdims=True))
+
+
+def _of_credit(old: Evaluation, advantages, returns, mask) -> dict[str, jax.Array]:
+    count = jnp.maximum(mask.sum(), 1)
+    return {
+        **_spread("old_values", old.values, mask),
+        **_spread("returns", returns, mask),
+        "rollout/advantage_mean": jnp.where(mask, advantages, 0).sum() / count,
+        "rollout/advantage_std": jnp.sqrt(jnp.where(mask, advantages**2, 0).sum() / count),
+    }
 
 
 def _spread(name: str, x, mask) -> dict[str, jax.Array]:

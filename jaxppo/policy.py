@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxppo.config import ConfigError
+from jaxppo.config import ConfigError, row
 from jaxppo.models import (
     Model,
     ModelError,
@@ -92,7 +92,9 @@ def make_policy(config: ConfigDict, model: Model, params: dict[str, Any], key) -
         critic, params["critic"] = _critic(m.critic_path, model, dtype)
     head = (critic or model).config.width
     stored = None if m.critic_path or branch else params.get("value_head")
-    params["value_head"] = stored or init_value_head(key, head, m.value_head)
+    params.pop("value_head", None)
+    if row(config).critic:
+        params["value_head"] = stored or init_value_head(key, head, m.value_head)
     if branch:
         top = {"norm", *(f"block_{i}" for i in range(layers - branch, layers))}
         copies = {name: part for name, part in initial.items() if name in top}

@@ -9,11 +9,22 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxppo import config as configs
-from jaxppo.core.batch import Evaluation
+from jaxppo.core.batch import Evaluation, Objective
+from jaxppo.core.entropy_bonus import adaptive_entropy, fixed_entropy
 from jaxppo.core.kl import KLController, adaptive_kl, fixed_kl
-from jaxppo.experience import Rollout, make_evaluate, make_experience, make_trunk
+from jaxppo.core.masks import missing_eos_penalty, overlong_penalty
+from jaxppo.experience import (
+    Rollout,
+    last_action,
+    make_evaluate,
+    make_experience,
+    make_method_experience,
+    make_trunk,
+)
+from jaxppo.methods import Method
 from jaxppo.models import merge
 from jaxppo.models.trainable import without_heads
+from jaxppo.objectives import make_objective
 from jaxppo.optim import by_part, delayed, make_optimizer, make_schedule
 from jaxppo.policy import Policy
 from jaxppo.ppo import PPOConfig, ppo_step
@@ -43,9 +54,10 @@ class Programs(NamedTuple):
       options of rollouts and of evaluations.
     score: `(trained, frozen, initial, rollout, sampler_logprobs) -> Scored`, trees as in `Policy`;
       log-probs are those of the distribution that `generate` samples from.
-    experience: `(rollout, grid, totals, scaling, scored, kl_coef) -> (batch, scaling, metrics)`.
+    experience: `(rollout, grid, totals, ended, groups, scaling, scored, kl_coef, cycle) ->
+      (batch, scaling, metrics)`.
     update: `(state, frozen, batch, key) -> (state, metrics)`; the state is donated.
-    optimizer, kl: what the state is made with.
+    optimizer, kl, objective: what the state is made with.
     learning_rate: `(step) -> rate`.
     same_sampling: whether evaluations sample as rollouts do, so that `score` fits them too.
     """
@@ -57,6 +69,7 @@ class Programs(NamedTuple):
     update: Callable
     optimizer: optax.GradientTransformation
     kl: KLController
+    objective: Objective | None
     learning_rate: optax.Schedule
     same_sampling: bool
 
@@ -104,24 +117,36 @@ def make_programs(
         kept = rollout.trunk if config.train.cache_trunk else None
         return Scored(old, reference.logprobs, difference.max(1), kept)
 
-    method = config.method
+    method, row = config.method, configs.row(config)
+    plain = configs.plain_ppo(config)
+    objective = None if plain else _objective(config, row)
 
-    def experience(rollout, grid, totals, scaling, scored: Scored, kl_coef):
+    def experience(rollout, grid, totals, ended, groups, scaling, scored: Scored, kl_coef, cycle):
         grid, scaling, scores = scale_scores(
             grid, totals, scaling,
             mode=method.scale_reward, clip=method.cliprange_reward, mask=rollout.mask,
         )  # fmt: skip
-        batch, metrics = make_experience(
-            rollout._replace(trunk=scored.trunk),
-            grid,
-            scored.old,
-            scored.ref_logprobs,
-            kl_coef=kl_coef,
-            gamma=method.gamma,
-            lam=method.lam,
-            kl_estimator=method.kl_estimator,
-            whiten_advantages=method.whiten_advantages,
-        )
+        charge = jnp.zeros(len(totals))
+        if method.overlong_buffer:
+            charge += overlong_penalty(
+                rollout.mask.sum(1), max_length=rollout.mask.shape[1], buffer=method.overlong_buffer
+            )
+        if method.missing_eos_penalty:
+            charge += missing_eos_penalty(ended, penalty=method.missing_eos_penalty)
+        if method.overlong_buffer or method.missing_eos_penalty:
+            grid = grid + jnp.where(last_action(rollout.mask), charge[:, None], 0.0)
+        arguments = (rollout._replace(trunk=scored.trunk), grid, scored.old, scored.ref_logprobs)
+        common = {"kl_coef": kl_coef, "kl_estimator": method.kl_estimator}
+        if plain:
+            batch, metrics = make_experience(
+                *arguments, gamma=method.gamma, lam=method.lam,
+                whiten_advantages=method.whiten_advantages, **common,
+            )  # fmt: skip
+        else:
+            batch, metrics = make_method_experience(
+                *arguments, method=row, groups=groups if method.group_size > 1 else None,
+                ended=ended if method.mask_truncated else None, step=cycle, **common,
+            )  # fmt: skip
         metrics = {**scores, **metrics, "rollout/logprob_gap": scored.gap.max()}
         return batch, scaling, metrics
 
@@ -157,7 +182,7 @@ def make_programs(
         return ppo_step(
             state, batch, key,
             evaluate=lambda trained, batch: evaluate(merge(trained, frozen), batch),
-            optimizer=optimizer, kl=kl, config=settings,
+            optimizer=optimizer, kl=kl, config=settings, objective=objective,
         )  # fmt: skip
 
     return Programs(
@@ -168,8 +193,27 @@ def make_programs(
         update=jax.jit(update, donate_argnums=0),
         optimizer=optimizer,
         kl=kl,
+        objective=objective,
         learning_rate=schedule,
         same_sampling=same,
+    )
+
+
+def _objective(config: ConfigDict, row: Method) -> Objective:
+    """The loss of a method with the config's prices."""
+    m, entropy = config.method, None
+    if m.entropy_target is not None:
+        entropy = adaptive_entropy(m.entropy_target, init_coef=m.entropy_coef)
+    elif m.entropy_coef:
+        entropy = fixed_entropy(m.entropy_coef)
+    return make_objective(
+        row,
+        max_length=configs.rollout_kwargs(config)["max_new_tokens"],
+        vf_coef=m.vf_coef,
+        cliprange_value=m.cliprange_value,
+        entropy=entropy,
+        entropy_share=m.entropy_share,
+        off_policy_threshold=m.off_policy_threshold,
     )
 
 

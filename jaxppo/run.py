@@ -142,7 +142,12 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
     tracking.show_plan(console, "jaxppo", lines)
 
     state = LoopState(
-        ppo_init(policy.trained, optimizer=programs.optimizer, kl=programs.kl),
+        ppo_init(
+            policy.trained,
+            optimizer=programs.optimizer,
+            kl=programs.kl,
+            objective=programs.objective,
+        ),
         init_scaling(config.method.ref_std, config.method.ref_mean),
     )
     folder = Path(config.train.checkpoint_dir)

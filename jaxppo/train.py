@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxppo import checkpoint, tracking
@@ -192,9 +193,10 @@ def _cycle(
     """
     plan, programs, keys, cycle = run.plan, run.programs, run.keys, progress.cycle
     began = time.perf_counter()
-    indices = prompt_indices(
-        len(run.prompts.ids), cycle, plan.rollouts_per_cycle, run.config.train.seed
-    )
+    size = run.config.method.group_size
+    groups = plan.rollouts_per_cycle // size
+    indices = prompt_indices(len(run.prompts.ids), cycle, groups, run.config.train.seed)
+    indices = np.repeat(indices, size)  # samples of one prompt stand together
     name = f"cycle {cycle + 1} rollouts"
     with tracking.phase(run.console, name, plan.chunks_per_cycle) as advance:
         collected = collect(
@@ -212,9 +214,12 @@ def _cycle(
         collected.rollout,
         jnp.asarray(collected.grid),
         jnp.asarray(collected.totals),
+        jnp.asarray(collected.ended),
+        jnp.repeat(jnp.arange(groups), size),
         state.scaling,
         collected.scored,
         coef,
+        cycle,
     )
     row |= {
         "kl_ctl_value": coef,
