@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jaxppo.policy import Policy
 from jaxppo.programs import Scored
 from jaxppo.prompts import Prompts, decode_outputs, left_pad, take
 from jaxppo.rewards.functions import call_reward
+from jaxppo.sampling import Samples, Stream, sample_stream
 
 
 class Task(NamedTuple):
@@ -73,6 +75,9 @@ def collect(
     chunk_size: int,
     width: int,
     pad_id: int,
+    stream: Stream | None = None,
+    slots: int = 0,
+    overlap: bool = True,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> Collected:
     """Samples a response to each prompt and scores it.
@@ -88,31 +93,18 @@ def collect(
       chunk_size: rows sampled and scored in one go.
       width: `P`, to which prompts are padded.
       pad_id: what they are padded with.
+      stream, slots: where given, all prompts go through so many decoding slots instead.
+      overlap: rewards of a chunk are computed in a thread while the next ones are sampled.
       on_chunk: called after each chunk.
     """
     total, params = len(prompts.ids), policy.merged(trained)
     began = time.perf_counter()
-    generating = rewarding = 0.0
-    rollouts, scoreds, grids, totals, ended = [], [], [], [], []
-    texts: tuple[list, list] = ([], [])
-    for at in range(0, total, chunk_size):
-        rows = np.arange(at, min(at + chunk_size, total))
-        chunk = take(prompts, rows)
-        filled = [*chunk.ids, *[chunk.ids[0]] * (chunk_size - len(rows))]
-        tokens, mask = left_pad(filled, width, pad_id)
+    rollouts, scoreds, ended = [], [], []
+
+    def rewards(chunk: Prompts, tokens, lengths):
+        """Texts and scores of a chunk, and the seconds that they took."""
         clock = time.perf_counter()
-        row_ids = jnp.arange(at, at + chunk_size)
-        samples = generate(params, key, jnp.asarray(tokens), jnp.asarray(mask), row_ids)
-        rollout = Rollout(
-            jnp.asarray(tokens), jnp.asarray(mask), samples.tokens, samples.mask, samples.kept
-        )
-        if score is not None:  # dispatched before the host waits for the tokens
-            scoreds.append(score(trained, rollout, samples.logprobs))
-        response, lengths = np.asarray(samples.tokens), np.asarray(samples.mask.sum(1))
-        generating += time.perf_counter() - clock
-        clock = time.perf_counter()
-        lengths = lengths[: len(rows)]
-        written = [row[:n] for row, n in zip(response, lengths)]
+        written = [row[:n] for row, n in zip(tokens, lengths)]
         outputs = decode_outputs(tokenizer, chunk.ids, written, task.stop_sequences)
         whole = [prompt + output for prompt, output in zip(chunk.texts, outputs)]
         scores = call_reward(
@@ -123,16 +115,44 @@ def collect(
             tokenizer=tokenizer,
             columns=chunk.columns,
             lengths=lengths,
-            width=response.shape[1],
+            width=tokens.shape[1],
         )
-        rewarding += time.perf_counter() - clock
+        return whole, outputs, scores, time.perf_counter() - clock
+
+    def padded(at: int):
+        """A chunk's prompts as a grid, filled up to the chunk's size."""
+        ids = prompts.ids[at : at + chunk_size]
+        return left_pad([*ids, *[ids[0]] * (chunk_size - len(ids))], width, pad_id)
+
+    def finish(at: int, samples: Samples) -> None:
+        """Sends a sampled chunk to the device's scorer and to the reward function."""
+        rows = range(at, min(at + chunk_size, total))
+        grid, mask = padded(at)
+        rollout = Rollout(
+            *(jnp.asarray(x) for x in (grid, mask, samples.tokens, samples.mask)), samples.kept
+        )
+        if score is not None:  # dispatched before the host waits for the tokens
+            scoreds.append(score(trained, rollout, samples.logprobs))
+        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.mask.sum(1))[: len(rows)]
         rollouts.append(rollout)
-        grids.append(scores.grid)
-        totals.append(scores.totals)
         ended.append(np.asarray(samples.ended)[: len(rows)])
-        texts[0].extend(whole)
-        texts[1].extend(outputs)
+        worker.submit(rewards, take(prompts, rows), tokens, lengths)
         on_chunk()
+
+    with _Worker(overlapping=overlap and total > chunk_size) as worker:
+        if stream is None:
+            for at in range(0, total, chunk_size):
+                row_ids = jnp.arange(at, at + chunk_size)
+                finish(at, generate(params, key, *map(jnp.asarray, padded(at)), row_ids))
+        else:
+            _stream_chunks(params, key, prompts, stream, slots, chunk_size, finish)
+        generating = time.perf_counter() - began
+        scored = worker.results()
+    grids, totals = ([getattr(part[2], name) for part in scored] for name in ("grid", "totals"))
+    texts = tuple([text for part in scored for text in part[i]] for i in (0, 1))
+    rewarding = sum(part[3] for part in scored)
+    if not worker.overlapping:
+        generating -= rewarding
 
     join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs)[:total], *parts)  # noqa: E731
     rollout = join(rollouts)
@@ -162,3 +182,55 @@ def collect(
             "perf/rollout_tokens_per_s": sampled / max(generating, 1e-9),
         },
     )
+
+
+class _Worker:
+    """Calls functions in order: at once, or in one thread beside the caller."""
+
+    def __init__(self, overlapping: bool):
+        self.overlapping = overlapping
+        self._pool = ThreadPoolExecutor(1, "rewards") if overlapping else None
+        self._results: list = []
+
+    def submit(self, function, *arguments) -> None:
+        """The first error of an earlier call is raised here, or by `results`."""
+        if self._pool is None:
+            self._results.append(function(*arguments))
+            return
+        for job in self._results:
+            if job.done():
+                job.result()
+        self._results.append(self._pool.submit(function, *arguments))
+
+    def results(self) -> list:
+        """What the calls returned, in their order."""
+        return [job.result() for job in self._results] if self._pool else self._results
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _stream_chunks(params, key, prompts, stream, slots, chunk_size, finish) -> None:
+    """Decodes all prompts through few slots; a chunk is finished when its last row is."""
+    total = len(prompts.ids)
+    whole, missing = None, np.ones(-(-total // chunk_size) * chunk_size, bool)
+    missing[total:] = False
+    following = 0
+
+    def on_rows(rows, part: Samples) -> None:
+        nonlocal whole, following
+        if whole is None:
+            whole = jax.tree.map(lambda x: np.zeros((len(missing), *x.shape[1:]), x.dtype), part)
+        for old, new in zip(jax.tree.leaves(whole), jax.tree.leaves(part)):
+            old[rows] = new
+        missing[rows] = False
+        while following < len(missing) and not missing[following : following + chunk_size].any():
+            cut = slice(following, following + chunk_size)
+            finish(following, jax.tree.map(lambda x, cut=cut: x[cut].copy(), whole))
+            following += chunk_size
+
+    sample_stream(params, key, prompts.ids, stream=stream, slots=slots, on_rows=on_rows)

@@ -67,6 +67,7 @@ def default_config() -> ConfigDict:
         "tags": (),
         "seed": 1000,
         "log_samples": 4,  # rows of the sample table at an evaluation
+        "overlap_rewards": True,  # in a thread while the next chunk is sampled
         "cache_trunk": True,  # keep the states of layers that are not trained over the epochs
         "critic_warmup_steps": 0,  # first optimizer steps, in which only what gives values learns
     }
@@ -115,6 +116,7 @@ def default_config() -> ConfigDict:
     }
     method = {
         "name": "PPOConfig",  # PPO, or a row of docs/methods.md, such as "grpo"
+        "decode_slots": placeholder(int),  # rows decoded at once and refilled; None: a chunk
         "group_size": 1,  # samples a prompt; methods that compare them want 4 to 16
         "ppo_epochs": 4,  # passes over a cycle's rollouts
         "num_rollouts": 128,  # per cycle, rounded up to whole chunks
@@ -425,7 +427,7 @@ _RANGES = (
         train.eval_interval train.checkpoint_interval train.keep_checkpoints method.ppo_epochs
         method.num_rollouts method.chunk_size method.horizon scheduler.kwargs.T_max
         scheduler.kwargs.total_iters method.gen*.max_new_tokens model.lora.rank method.group_size
-        method.overlong_buffer""",
+        method.overlong_buffer method.decode_slots""",
     ),
     (
         "at least 0",

@@ -23,6 +23,7 @@ def evaluate(run: Run, state: LoopState, progress: Progress) -> Progress:
             jax.random.fold_in(run.keys.evaluations, progress.step),
             run.eval_prompts,
             generate=programs.generate_eval,
+            stream=programs.stream_eval,
             score=run.score if programs.same_sampling else None,
             on_chunk=advance,
             **run.sampling,

@@ -29,7 +29,7 @@ from jaxppo.optim import by_part, delayed, make_optimizer, make_schedule
 from jaxppo.policy import Policy
 from jaxppo.ppo import PPOConfig, ppo_step
 from jaxppo.rewards.scaling import scale_scores
-from jaxppo.sampling import sample
+from jaxppo.sampling import Options, Stream, make_stream, sample
 
 
 class Scored(NamedTuple):
@@ -52,6 +52,7 @@ class Programs(NamedTuple):
 
     generate, generate_eval: `(params, key, prompts, prompt_mask, row_ids) -> Samples`, with the
       options of rollouts and of evaluations.
+    stream, stream_eval: the same as continuous batching, with `method.decode_slots`.
     score: `(trained, frozen, initial, rollout, sampler_logprobs) -> Scored`, trees as in `Policy`;
       log-probs are those of the distribution that `generate` samples from.
     experience: `(rollout, grid, totals, ended, groups, scaling, scored, kl_coef, cycle) ->
@@ -64,6 +65,8 @@ class Programs(NamedTuple):
 
     generate: Callable
     generate_eval: Callable
+    stream: Stream | None
+    stream_eval: Stream | None
     score: Callable
     experience: Callable
     update: Callable
@@ -103,7 +106,12 @@ def make_programs(
 
         return jax.jit(generate)
 
-    generate = generator(options[True])
+    def streamer(options):
+        if config.method.decode_slots is None:
+            return None
+        return make_stream(model, Options(pad_id=pad_id, stops=stops, **options))
+
+    generate, stream = generator(options[True]), streamer(options[True])
     drawn = {key: value for key, value in options[True].items() if key != "max_new_tokens"}
     evaluate = make_evaluate(model, trunk_layers=policy.trunk_layers, critic=policy.critic, **drawn)
     trunk = make_trunk(model, policy.trunk_layers) if policy.trunk_layers else None
@@ -188,6 +196,8 @@ def make_programs(
     return Programs(
         generate=generate,
         generate_eval=generate if same else generator(options[False]),
+        stream=stream,
+        stream_eval=stream if same else streamer(options[False]),
         score=jax.jit(score),
         experience=jax.jit(experience),
         update=jax.jit(update, donate_argnums=0),

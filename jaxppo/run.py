@@ -170,6 +170,8 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
             "chunk_size": config.method.chunk_size,
             "width": width,
             "pad_id": pad_id,
+            "slots": config.method.decode_slots,
+            "overlap": config.train.overlap_rewards,
         },
         folder=folder,
         reference=reference,

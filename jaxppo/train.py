@@ -205,6 +205,7 @@ def _cycle(
             jax.random.fold_in(keys.rollouts, cycle),
             take(run.prompts, indices),
             generate=programs.generate,
+            stream=programs.stream,
             score=run.score,
             on_chunk=advance,
             **run.sampling,

@@ -494,3 +494,36 @@ def test_calls_without_what_is_needed_are_refused(model_path, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.model_path is not set"):
         train(None, letter_share, PROMPTS, config=config)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("slots", [None, 3])
+def test_rewards_beside_sampling_and_few_slots_change_no_number(model_path, tmp_path, slots):
+    """Chunks in turn, rewards in a thread, continuous batching: the same run."""
+    ends = []
+    for name, options in {
+        "serial": {"train__overlap_rewards": False},
+        "other": {"method__decode_slots": slots},
+    }.items():
+        trained = train_resumably(
+            model_path, tmp_path / name, method__chunk_size=8, train__total_steps=8, **options
+        )
+        ends.append(trained.params)
+    check = (
+        np.testing.assert_array_equal
+        if slots is None
+        else functools.partial(np.testing.assert_allclose, atol=1e-4)
+    )
+    jax.tree.map(check, *ends)
+
+
+def test_an_error_in_a_reward_beside_sampling_is_the_runs(model_path, tmp_path):
+    calls = []
+
+    def failing(outputs, **_):
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("no")
+        return letter_share(outputs)
+
+    with pytest.raises(RewardError, match="no"):
+        train_resumably(model_path, tmp_path, failing, method__chunk_size=8)
