@@ -240,7 +240,7 @@ def test_overrides(overrides, path, expected):
         ({"model.model_arch_type": "seq2seq"}, "encoder-decoder models are not supported yet"),
         ({"model.num_layers_unfrozen": -2}, "must be -1 (all layers) or a number of layers"),
         ({"method.num_value_layers_unfrozen": -1}, "must be at least 0"),
-        ({"method.name": "ILQLConfig"}, "other methods are not supported yet"),
+        ({"method.name": "ILQLConfig"}, "method.name must be 'PPOConfig' or 'grpo' or"),
         ({"optimizer.name": "adamw_8bit_bnb"}, "must be 'adam' or 'adamw' or 'sgd', got"),
         # choices
         ({"train.tracker": "mlflow"}, "train.tracker must be 'tensorboard' or 'wandb' or None"),
@@ -542,4 +542,4 @@ def test_nothing_heavy_is_imported():
     found = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
     found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     found = {name.partition(".")[0] for name in found}
-    assert found - sys.stdlib_module_names == {"ml_collections"}
+    assert found - sys.stdlib_module_names == {"jaxppo", "ml_collections"}

@@ -319,16 +319,6 @@ def test_every_row_has_a_formula_and_stands_in_the_docs():
         assert re.search(rf"^\| `{name}` .*{arxiv}", table, re.MULTILINE)
 
 
-def test_examples_of_the_docs_run():
-    blocks = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-    names = {"METHODS": dict(METHODS), "jnp": jnp}
-    for block in blocks[1:]:  # the first wants a model
-        exec(block, names)
-    assert isinstance(names["by_batch"], Method)
-    assert names["METHODS"]["squared"].clip is names["squared"]
-    assert "squared" not in METHODS
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_row_is_its_papers_formula(name):
     method = METHODS[name]
