@@ -82,9 +82,9 @@ HARMLESS = {
     "output_attentions", "output_hidden_states", "return_dict", "use_cache",
     "chunk_size_feed_forward", "output_router_logits",
     # only in training
-    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "dropout",
-    "embd_pdrop", "embed_dropout", "hidden_dropout", "hidden_dropout_prob", "layerdrop", "qa_dropout",
-    "resid_dropout", "resid_pdrop", "seq_classif_dropout",
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout",
+    "dropout", "embd_pdrop", "embed_dropout", "hidden_dropout", "hidden_dropout_prob", "layerdrop", 
+    "qa_dropout", "resid_dropout", "resid_pdrop", "seq_classif_dropout",
     "router_aux_loss_coef", "router_jitter_noise",
     # the order of additions, the precision of the softmax
     "pretraining_tp", "slow_but_exact", "reorder_and_upcast_attn", "attention_softmax_in_fp32",
