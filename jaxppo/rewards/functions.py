@@ -15,7 +15,24 @@ import numpy as np
 
 
 class RewardError(ValueError):
-    """A reward or metric function failed, or returned what can't be used."""
+    """A reward or metric function failed, or returned what can't be used.
+
+    rollouts: the samples that it was called with, as a dict each, where they are known.
+    """
+
+    rollouts: Sequence[dict] = ()
+
+
+class Span(NamedTuple):
+    """A score for a part of an output.
+
+    start, end: characters of the output, `end` excluded.
+    score: goes to the token that ends the part.
+    """
+
+    start: int
+    end: int
+    score: float
 
 
 class Scores(NamedTuple):
@@ -24,11 +41,13 @@ class Scores(NamedTuple):
     grid: `[B, N]` float32; a scalar score lies on the row's last action, dense scores on theirs.
     totals: `[B]` float32, each sample's score. An empty response has nothing but this.
     dense: whether the function scored tokens.
+    present: `[B]` bool, false where the function gave None: it does not apply to the sample.
     """
 
     grid: np.ndarray
     totals: np.ndarray
     dense: bool
+    present: np.ndarray
 
 
 def function_name(fn: Callable) -> str:
@@ -47,57 +66,128 @@ def call_reward(
     columns: Mapping[str, list],
     lengths: Sequence[int],
     width: int,
+    ends: Callable[[int], Sequence[int]] | None = None,
 ) -> Scores:
     """Scores samples.
 
     Args:
-      fn: returns a number a sample, or a list of numbers a sample: one a response token from the
-        first on, the rest 0. Lists of one number for all samples are scores of samples. Of the
-        keywords it is given those that it takes, except what a `functools.partial` has bound; if
-        it takes none, the samples by position. It gets copies of the lists.
+      fn: returns for each sample a number; a list of numbers, one a response token from the first
+        on, the rest 0; a list of `Span`; or None where it does not apply. Lists of one number for
+        all samples are scores of samples. Of the keywords it is given those that it takes, except
+        what a `functools.partial` has bound; if it takes none, the samples by position. It gets
+        copies of the lists.
       samples, prompts, outputs: `B` strings each; a sample is prompt and output together.
       tokenizer: passed on.
       columns: further keyword arguments, `B` values each.
       lengths: response tokens of each row.
       width: `N`.
+      ends: `(row) -> characters of the output up to the end of each token`, for spans.
 
     Raises:
-      RewardError: the function raised, or returned too few values, None, text, NaN, or more scores
-        than there are tokens.
+      RewardError: the function raised, or returned too few values, text, NaN, or more scores than
+        there are tokens.
     """
     name = f"the reward function {function_name(fn)}"
     given = {"samples": samples, "prompts": prompts, "outputs": outputs, **columns}
-    values = _sequence(_call(fn, name, given, tokenizer), name, len(samples))
+    values = call_values(fn, name, given, tokenizer)
+    scores, problems = read_scores(
+        values, name=name, samples=samples, lengths=lengths, width=width, ends=ends
+    )
+    for problem in problems.values():
+        raise RewardError(problem)
+    return scores
+
+
+def call_values(fn: Callable, name: str, lists: Mapping[str, Sequence], tokenizer: Any) -> list:
+    """What a function returns for each of its samples, unread.
+
+    Raises:
+      RewardError: it raised, or returned something else than a value a sample.
+    """
+    return _sequence(_call(fn, name, lists, tokenizer), name, len(lists["samples"]))
+
+
+def read_scores(
+    values: Sequence,
+    *,
+    name: str,
+    samples: Sequence[str],
+    lengths: Sequence[int],
+    width: int,
+    ends: Callable[[int], Sequence[int]] | None = None,
+) -> tuple[Scores, dict[int, str]]:
+    """Reads what a reward function returned; see `call_reward`.
+
+    Returns:
+      The scores, and what is wrong with single samples, which have none: `{row: sentence}`.
+
+    Raises:
+      RewardError: some samples have a number and others a list.
+    """
     grid = np.zeros((len(samples), width), np.float32)
     totals = np.zeros(len(samples), np.float32)
-    values = [_plain(value) for value in values]
-    if all(_is_list(x) and len(x) == 1 and not _is_list(_plain(x[0])) for x in values):
-        values = [value[0] for value in values]  # a score a sample, as a column
+    values = [[value] if isinstance(value, Span) else _plain(value) for value in values]
+    given = [value for value in values if value is not None]
+    if all(_is_list(x) and len(x) == 1 and not _is_list(_plain(x[0])) for x in given):
+        values = [None if value is None else value[0] for value in values]  # a column
+    present = np.asarray([value is not None for value in values], bool)
     dense = [_is_list(_plain(value)) for value in values]
-    if any(dense) and not all(dense):
+    if any(dense) and not all(x or not there for x, there in zip(dense, present)):
+        scalar = next(i for i, x in enumerate(dense) if not x and present[i])
         raise RewardError(
-            f"{name} returned a number for sample {dense.index(False)} and a list for sample "
+            f"{name} returned a number for sample {scalar} and a list for sample "
             f"{dense.index(True)}; return the same kind for all"
         )
-    for i, (value, length) in enumerate(zip(values, lengths)):
+    problems: dict[int, str] = {}
+    for i in np.flatnonzero(present):
 
         def said(found, i=i):
             return f"{name} returned {found} for sample {i}, {_snippet(samples[i])}"
 
-        scores = _numbers(value, said, axes=any(dense))
-        with np.errstate(over="ignore", invalid="ignore"):  # looked for below
-            scores, total = scores.astype(np.float32), scores.sum().astype(np.float32)
-        if not np.isfinite([*scores.flat, total]).all():
-            bad = next(x for x in (*scores.flat, total) if not np.isfinite(x))
-            raise RewardError(said(bad) + "; scores must be finite")
-        totals[i] = total
-        if any(dense):
-            if len(scores) > length:
-                raise RewardError(said(f"{len(scores)} scores") + f", which has {length} tokens")
-            grid[i, : len(scores)] = scores
-        elif length:
-            grid[i, length - 1] = total
-    return Scores(grid, totals, any(dense))
+        try:
+            row, totals[i] = _row(values[i], said, lengths[i], ends and functools.partial(ends, i))
+            grid[i, : len(row)] = row
+        except RewardError as error:
+            problems[int(i)], present[i] = str(error), False
+    return Scores(grid, totals, any(dense), present), problems
+
+
+def _row(value, said, length: int, ends) -> tuple[np.ndarray, np.float32]:
+    """A sample's scores, one a token from the first on, and their sum."""
+    spans = _is_list(value) and len(value) > 0 and all(isinstance(x, Span) for x in value)
+    if spans:
+        scores = _numbers([span.score for span in value], said, axes=1)
+    else:
+        scores = _numbers(value, said, axes=int(_is_list(value)))
+    with np.errstate(over="ignore", invalid="ignore"):  # looked for below
+        scores, total = scores.astype(np.float32), scores.sum().astype(np.float32)
+    if not np.isfinite([*scores.flat, total]).all():
+        bad = next(x for x in (*scores.flat, total) if not np.isfinite(x))
+        raise RewardError(said(bad) + "; scores must be finite")
+    if spans:
+        return _spread_spans(value, scores, said, ends), total
+    if scores.ndim:
+        if len(scores) > length:
+            raise RewardError(said(f"{len(scores)} scores") + f", which has {length} tokens")
+        return scores, total
+    row = np.zeros(length, np.float32)
+    row[-1:] = total  # an empty response has no place for it
+    return row, total
+
+
+def _spread_spans(spans, scores, said, ends) -> np.ndarray:
+    """Each span's score on the token that ends it."""
+    if ends is None:
+        raise RewardError(said("spans") + ", but nothing is known of its tokens here")
+    reached = np.asarray(ends(), int)
+    row = np.zeros(len(reached), np.float32)
+    for span, score in zip(spans, scores):
+        if not 0 <= span.start < span.end:
+            raise RewardError(said(f"{span}") + "; a span starts at 0 or later and is not empty")
+        if not len(reached) or span.end > reached[-1]:
+            raise RewardError(said(f"{span}") + ", which ends before that")
+        row[np.searchsorted(reached, span.end)] += score
+    return row
 
 
 def call_metric(
@@ -221,8 +311,6 @@ def _numbers(value: Any, said: Callable[[str], str], axes: int = 0) -> np.ndarra
             raise TypeError
         return array.astype(np.float64)
     except (TypeError, ValueError):
-        if value is None:
-            raise RewardError(said("None") + "; None is not supported yet") from None
         shown = f"a {type(value).__name__} ({str(value)[:40]!r})"
         raise RewardError(said(shown) + "; scores must be numbers") from None
 
