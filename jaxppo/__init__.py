@@ -42,7 +42,7 @@ from jaxppo.models import (
 from jaxppo.objectives import make_objective
 from jaxppo.ppo import PPOConfig, PPOState, ppo_init, ppo_step, ppo_update
 from jaxppo.prompts import PromptError
-from jaxppo.rewards import RewardError, reward_model
+from jaxppo.rewards import Reward, RewardError, Span, reward_model
 from jaxppo.sampling import Samples, sample, stop_table
 from jaxppo.train import Trained, TrainingError, train
 
@@ -64,9 +64,11 @@ __all__ = [
     "PPOConfig",
     "PPOState",
     "PromptError",
+    "Reward",
     "RewardError",
     "Rollout",
     "Samples",
+    "Span",
     "Task",
     "Trained",
     "TrainingError",

@@ -12,8 +12,9 @@ import numpy as np
 from jaxppo.experience import Rollout
 from jaxppo.policy import Policy
 from jaxppo.programs import Scored
-from jaxppo.prompts import Prompts, decode_outputs, left_pad, take
-from jaxppo.rewards.functions import call_reward
+from jaxppo.prompts import Prompts, decode_outputs, left_pad, take, token_ends
+from jaxppo.rewards.functions import RewardError
+from jaxppo.rewards.scoring import Reward, add_tallies, score_samples, tally_metrics
 from jaxppo.sampling import Samples, Stream, sample_stream
 
 
@@ -22,7 +23,8 @@ class Task(NamedTuple):
 
     prompts: strings, dicts with a "prompt" and further columns, or chats (lists of messages);
       None: nothing but the BOS token.
-    reward_fn: `(samples, prompts, outputs, tokenizer, **columns) -> scores`.
+    reward_fn: `(samples, prompts, outputs, tokenizer, **columns) -> scores`, a `Reward`, or a list
+      of these.
     eval_prompts: as prompts; None: the first chunk of them.
     metric_fn: like reward_fn, returns `{name: values}`; None: no further metrics.
     stop_sequences: strings that end a response.
@@ -30,7 +32,7 @@ class Task(NamedTuple):
     """
 
     prompts: Sequence | None
-    reward_fn: Callable
+    reward_fn: Callable | Reward | Sequence[Callable | Reward]
     eval_prompts: Sequence | None = None
     metric_fn: Callable | None = None
     stop_sequences: Sequence[str] = ()
@@ -42,17 +44,20 @@ class Collected(NamedTuple):
 
     rollout: device arrays, `R` rows.
     grid, totals: `[R, N]` and `[R]` float32, the scores on the response grid and in sum.
+    present: `[R]` bool, false for samples without a score: none applied, or one failed.
     ended: `[R]` bool, responses that ended by themselves.
     scored: from `Programs.score`; None if that was not asked for.
     samples, prompts, outputs: `R` strings each.
     stats: figures of the samples: tokens a response (the EOS counted), shares that ended by
-      themselves, that were cut off, and that hold no text, and the padding of the response grid.
+      themselves, that were cut off, and that hold no text, and the padding of the response grid;
+      of each reward, if it has a name of its own or there are several.
     times: seconds and rates, which differ from run to run.
     """
 
     rollout: Rollout
     grid: np.ndarray
     totals: np.ndarray
+    present: np.ndarray
     ended: np.ndarray
     scored: Scored | None
     samples: list[str]
@@ -71,6 +76,7 @@ def collect(
     generate: Callable,
     score: Callable | None,
     task: Task,
+    rewards: Sequence[Reward],
     tokenizer,
     chunk_size: int,
     width: int,
@@ -89,7 +95,7 @@ def collect(
       generate: `Programs.generate` or `generate_eval`.
       score: `(trained, rollout, sampler_logprobs) -> Scored`, runs on the device while the reward
         function works on the host; None: no log-probs.
-      task, tokenizer: for text and scores.
+      task, rewards, tokenizer: for text and scores.
       chunk_size: rows sampled and scored in one go.
       width: `P`, to which prompts are padded.
       pad_id: what they are padded with.
@@ -101,23 +107,29 @@ def collect(
     began = time.perf_counter()
     rollouts, scoreds, ended = [], [], []
 
-    def rewards(chunk: Prompts, tokens, lengths):
-        """Texts and scores of a chunk, and the seconds that they took."""
+    def judged(chunk: Prompts, tokens, lengths):
+        """Texts, scores and tallies of a chunk, and the seconds that they took."""
         clock = time.perf_counter()
         written = [row[:n] for row, n in zip(tokens, lengths)]
         outputs = decode_outputs(tokenizer, chunk.ids, written, task.stop_sequences)
         whole = [prompt + output for prompt, output in zip(chunk.texts, outputs)]
-        scores = call_reward(
-            task.reward_fn,
-            samples=whole,
-            prompts=chunk.texts,
-            outputs=outputs,
-            tokenizer=tokenizer,
-            columns=chunk.columns,
-            lengths=lengths,
-            width=tokens.shape[1],
-        )
-        return whole, outputs, scores, time.perf_counter() - clock
+        try:
+            scores, tallies = score_samples(
+                rewards,
+                samples=whole,
+                prompts=chunk.texts,
+                outputs=outputs,
+                tokenizer=tokenizer,
+                columns=chunk.columns,
+                lengths=lengths,
+                width=tokens.shape[1],
+                ends=lambda row: token_ends(tokenizer, chunk.ids[row], written[row]),
+            )
+        except RewardError as error:
+            columns = {"prompt": chunk.texts, "output": outputs, **chunk.columns}
+            error.rollouts = [dict(zip(columns, row)) for row in zip(*columns.values())]
+            raise
+        return whole, outputs, scores, tallies, time.perf_counter() - clock
 
     def padded(at: int):
         """A chunk's prompts as a grid, filled up to the chunk's size."""
@@ -136,7 +148,7 @@ def collect(
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.mask.sum(1))[: len(rows)]
         rollouts.append(rollout)
         ended.append(np.asarray(samples.ended)[: len(rows)])
-        worker.submit(rewards, take(prompts, rows), tokens, lengths)
+        worker.submit(judged, take(prompts, rows), tokens, lengths)
         on_chunk()
 
     with _Worker(overlapping=overlap and total > chunk_size) as worker:
@@ -148,9 +160,14 @@ def collect(
             _stream_chunks(params, key, prompts, stream, slots, chunk_size, finish)
         generating = time.perf_counter() - began
         scored = worker.results()
-    grids, totals = ([getattr(part[2], name) for part in scored] for name in ("grid", "totals"))
+    grid, totals, present = (
+        np.concatenate([getattr(part[2], name) for part in scored])
+        for name in ("grid", "totals", "present")
+    )
     texts = tuple([text for part in scored for text in part[i]] for i in (0, 1))
-    rewarding = sum(part[3] for part in scored)
+    rewarding = sum(part[4] for part in scored)
+    plain = len(rewards) == 1 and rewards[0] == Reward(rewards[0].function, rewards[0].name)
+    tallies = {} if plain else add_tallies([part[3] for part in scored])
     if not worker.overlapping:
         generating -= rewarding
 
@@ -161,8 +178,9 @@ def collect(
     sampled = int(lengths.sum())
     return Collected(
         rollout=rollout,
-        grid=np.concatenate(grids),
-        totals=np.concatenate(totals),
+        grid=grid,
+        totals=totals,
+        present=present,
         ended=np.concatenate(ended),
         scored=join(scoreds) if scoreds else None,
         samples=texts[0],
@@ -173,7 +191,9 @@ def collect(
             "rollout/ended": share,
             "rollout/truncated": 1.0 - share,
             "rollout/empty": float(np.mean([not text.strip() for text in texts[1]])),
+            "rollout/scored": float(present.mean()),
             "padding_percentage": 100.0 * (1.0 - sampled / rollout.mask.size),
+            **tally_metrics(tallies),
         },
         times={
             "time/rollout_generate": generating,

@@ -28,14 +28,17 @@ def evaluate(run: Run, state: LoopState, progress: Progress) -> Progress:
             on_chunk=advance,
             **run.sampling,
         )
-    row = {
-        "reward/mean": float(collected.totals.mean()),
-        "reward/std": float(collected.totals.std()),
-    }
+    totals = collected.totals[collected.present]
+    if not len(totals):
+        raise RewardError("no sample of the evaluation has a score: look at the rewards")
+    row = {"reward/mean": float(totals.mean()), "reward/std": float(totals.std())}
     table = {
         "prompt": collected.prompts,
         "output": collected.outputs,
-        "reward": collected.totals.tolist(),
+        "reward": [
+            float(total) if there else None
+            for total, there in zip(collected.totals, collected.present)
+        ],
     }
     clock = time.perf_counter()
     if run.task.metric_fn is not None:
@@ -54,8 +57,11 @@ def evaluate(run: Run, state: LoopState, progress: Progress) -> Progress:
                 table[name] = values
             row[f"metrics/{name}"] = float(np.mean(values))
     row |= _distance(collected)
-    row |= {name.replace("rollout/", "eval/"): x for name, x in collected.stats.items()}
-    row.pop("padding_percentage")
+    row |= {
+        name.replace("rollout/", "eval/").replace("rewards/", "reward/"): x
+        for name, x in collected.stats.items()
+        if name.startswith(("rollout/", "rewards/"))
+    }
     figures = dict(row)
     row["time/metric"] = time.perf_counter() - clock
     row["time/generate"] = collected.times["time/rollout_generate"]

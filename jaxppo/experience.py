@@ -159,6 +159,7 @@ def make_experience(
     lam: float,
     kl_estimator: str = "k1",
     whiten_advantages: bool = True,
+    present=None,
 ) -> tuple[PPOBatch, dict[str, jax.Array]]:
     """Turns scored samples into a batch for `ppo_step`. Called once a cycle, on all its samples.
 
@@ -172,12 +173,15 @@ def make_experience(
       gamma, lam: of `gae`, a token.
       kl_estimator: the per-token penalty, see `kl_estimate`.
       whiten_advantages: to mean 0 and variance 1 over the real tokens of the whole cycle.
+      present: `[B]` bool, samples that have a score; None: all. The others count nowhere.
 
     Returns:
       The batch, and metrics of the cycle (scalars). `policy/kl` is the mean over samples of the
       summed log-ratio, the unbiased estimate whose target the controller holds.
     """
-    rewards, kl, metrics = _shaped(rollout, scores, old, ref_logprobs, kl_coef, kl_estimator)
+    rollout, rewards, kl, metrics = _shaped(
+        rollout, scores, old, ref_logprobs, kl_coef, kl_estimator, present
+    )
     mask = rollout.mask
     advantages, returns = gae(rewards, old.values, mask, gamma=gamma, lam=lam)
     metrics |= _of_credit(old, advantages, returns, mask)
@@ -227,7 +231,9 @@ def make_method_experience(
       The batch, and metrics of the cycle (scalars) as from `make_experience`.
     """
     coef = kl_coef if method.kl.reward else 0.0
-    rewards, kl, metrics = _shaped(rollout, scores, old, ref_logprobs, coef, kl_estimator)
+    rollout, rewards, kl, metrics = _shaped(
+        rollout, scores, old, ref_logprobs, coef, kl_estimator, present
+    )
     mask = rollout.mask
     feedback = Feedback(rewards, mask, groups, present, old.values, baseline, step)
     credit = method.advantage(feedback)
@@ -252,25 +258,31 @@ def make_method_experience(
     return batch, metrics
 
 
-def _shaped(rollout: Rollout, scores, old: Evaluation, ref_logprobs, kl_coef, kl_estimator):
-    """Rewards `[B, N]` with the price of KL, each sample's KL `[B]`, and metrics of the two."""
-    mask, scores = rollout.mask, jnp.asarray(scores)
+def _shaped(rollout: Rollout, scores, old: Evaluation, ref_logprobs, kl_coef, kind, present):
+    """Samples that are present, rewards `[B, N]` with the price of KL, KL `[B]`, and metrics."""
+    scores = jnp.asarray(scores)
+    if present is None:
+        present = jnp.ones(len(scores), bool)
+    mask = rollout.mask & present[:, None]
     if scores.ndim == 1:
         scores = jnp.where(last_action(mask), scores[:, None], 0.0)
     chex.assert_equal_shape([scores, mask])
     log_ratio = jnp.where(mask, old.logprobs - ref_logprobs, 0.0)
-    penalty = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, kl_estimator), 0.0)
+    penalty = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, kind), 0.0)
     rewards = shape_rewards(scores, penalty, mask, kl_coef)
+    mean = lambda x: x.sum() / jnp.maximum(present.sum(), 1)  # noqa: E731
     kl = log_ratio.sum(1)
     k3 = jnp.where(mask, kl_estimate(old.logprobs, ref_logprobs, "k3"), 0.0)
     metrics = {
-        "policy/kl": kl.mean(),
-        "policy/kl_k3": k3.sum(1).mean(),
-        "policy/sqrt_kl": jnp.sqrt(k3.sum(1).mean()),
+        "policy/kl": mean(kl),
+        "policy/kl_k3": mean(k3.sum(1)),
+        "policy/sqrt_kl": jnp.sqrt(mean(k3.sum(1))),
         "policy/kl_per_token": log_ratio.sum() / jnp.maximum(mask.sum(), 1),
-        "rollout/reward_after_kl": rewards.sum(1).mean(),
+        "rollout/reward_after_kl": mean(rewards.sum(1)),
     }
-    return rewards, kl, metrics
+    # the controller takes the mean over all rows, which so is that over those present
+    kl = jnp.where(present, kl, mean(kl))
+    return rollout._replace(mask=mask), rewards, kl, metrics
 
 
 def last_action(mask):

@@ -55,8 +55,8 @@ class Programs(NamedTuple):
     stream, stream_eval: the same as continuous batching, with `method.decode_slots`.
     score: `(trained, frozen, initial, rollout, sampler_logprobs) -> Scored`, trees as in `Policy`;
       log-probs are those of the distribution that `generate` samples from.
-    experience: `(rollout, grid, totals, ended, groups, scaling, scored, kl_coef, cycle) ->
-      (batch, scaling, metrics)`.
+    experience: `(rollout, grid, totals, present, ended, groups, scaling, scored, kl_coef, cycle) ->
+      (batch, scaling, metrics)`; samples that are not present have no influence.
     update: `(state, frozen, batch, key) -> (state, metrics)`; the state is donated.
     optimizer, kl, objective: what the state is made with.
     learning_rate: `(step) -> rate`.
@@ -129,10 +129,13 @@ def make_programs(
     plain = configs.plain_ppo(config)
     objective = None if plain else _objective(config, row)
 
-    def experience(rollout, grid, totals, ended, groups, scaling, scored: Scored, kl_coef, cycle):
+    def experience(
+        rollout, grid, totals, present, ended, groups, scaling, scored: Scored, kl_coef, cycle
+    ):
+        rollout = rollout._replace(mask=rollout.mask & present[:, None])
         grid, scaling, scores = scale_scores(
-            grid, totals, scaling,
-            mode=method.scale_reward, clip=method.cliprange_reward, mask=rollout.mask,
+            grid, totals, scaling, mode=method.scale_reward, clip=method.cliprange_reward,
+            mask=rollout.mask, present=present,
         )  # fmt: skip
         charge = jnp.zeros(len(totals))
         if method.overlong_buffer:
@@ -144,7 +147,9 @@ def make_programs(
         if method.overlong_buffer or method.missing_eos_penalty:
             grid = grid + jnp.where(last_action(rollout.mask), charge[:, None], 0.0)
         arguments = (rollout._replace(trunk=scored.trunk), grid, scored.old, scored.ref_logprobs)
-        common = {"kl_coef": kl_coef, "kl_estimator": method.kl_estimator}
+        common = {
+            "kl_coef": kl_coef, "kl_estimator": method.kl_estimator, "present": present,
+        }  # fmt: skip
         if plain:
             batch, metrics = make_experience(
                 *arguments, gamma=method.gamma, lam=method.lam,

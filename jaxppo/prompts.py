@@ -177,6 +177,12 @@ def decode_outputs(
     return outputs
 
 
+def token_ends(tokenizer, prompt: np.ndarray, response: np.ndarray) -> list[int]:
+    """How many characters of the output are written once each token of the response is."""
+    parts = [response[: end + 1] for end in range(len(response))]
+    return [len(text) for text in decode_outputs(tokenizer, [prompt] * len(parts), parts)]
+
+
 def _sets_bos(tokenizer) -> bool:
     """Whether the tokenizer itself begins a text with a BOS token.
 

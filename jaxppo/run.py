@@ -27,6 +27,7 @@ from jaxppo.ppo import PPOState, ppo_init
 from jaxppo.programs import Programs, make_programs, memory_lines
 from jaxppo.prompts import PromptError, Prompts, prepare, take
 from jaxppo.rewards.scaling import ScalingState, init_scaling
+from jaxppo.rewards.scoring import as_rewards
 from jaxppo.sampling import stop_table
 
 
@@ -93,6 +94,7 @@ class Run(NamedTuple):
 
 def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState, Progress]:
     """Loads, checks and plans; makes the run folder last, when nothing can be refused any more."""
+    rewards = as_rewards(task.reward_fn)
     path = task.model_path or config.model.model_path
     if not path:
         raise configs.ConfigError("model.model_path is not set; name a model folder or hub id")
@@ -166,6 +168,7 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
         eval_prompts=eval_prompts,
         sampling={
             "task": task,
+            "rewards": rewards,
             "tokenizer": tokenizer,
             "chunk_size": config.method.chunk_size,
             "width": width,

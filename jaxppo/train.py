@@ -1,5 +1,6 @@
 """The training loop, and `train(...)` for Python callers."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from jaxppo.models import Model, ModelError, save_adapter, save_pretrained
 from jaxppo.prompts import PromptError, prompt_indices, take
 from jaxppo.rewards.functions import RewardError
 from jaxppo.rewards.model import reward_model
+from jaxppo.rewards.scoring import Reward
 from jaxppo.run import LoopState, Progress, Run, prepare_run
 
 
@@ -64,7 +66,7 @@ class Trained:
 
 def train(
     model_path: str | os.PathLike | None = None,
-    reward_fn: Callable | None = None,
+    reward_fn: Callable | Reward | Sequence | None = None,
     prompts: Sequence | None = None,
     eval_prompts: Sequence | None = None,
     metric_fn: Callable | None = None,
@@ -78,7 +80,8 @@ def train(
     Args:
       model_path: a checkpoint folder or a hub id; takes the place of `config.model.model_path`.
       reward_fn: `(samples, prompts, outputs, tokenizer, **columns) -> scores`, a float a sample
-        or a list of floats a sample, one a token. None: the classifier `config.reward.model_path`.
+        or a list of floats a sample, one a token; a `Reward` with a name, a weight and a failure
+        policy; or a list of these. None: the classifier `config.reward.model_path`.
       prompts: strings, dicts with a "prompt" and further columns for the functions, or chats.
         None: nothing but the BOS token.
       eval_prompts: as prompts; by default the first chunk of them.
@@ -101,7 +104,7 @@ def train(
         config.model.model_path = str(model_path)
     if reward_fn is None and config.reward.model_path:
         reward_fn = configured_reward(config)
-    if not callable(reward_fn):
+    if reward_fn is None:
         raise configs.ConfigError(
             "there is no reward function; pass reward_fn=, a function of samples that returns "
             "one score each, or set reward.model_path to a classifier"
@@ -169,11 +172,28 @@ def _loop(
     except (Exception, KeyboardInterrupt) as error:
         # what is complete is worth keeping, unless it is what failed
         whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
+        if isinstance(error, RewardError):
+            error = _keep_rollouts(run, progress, error)
         if whole and saved != progress.cycle and not isinstance(error, TrainingError):
             if unlogged is not None:
                 _log(run, progress, unlogged, compiles)
             _save(run, state, progress)
-        raise
+        raise error
+
+
+def _keep_rollouts(run: Run, progress: Progress, error: RewardError) -> RewardError:
+    """Writes the samples that a reward failed on, and says where they are."""
+    if not error.rollouts:
+        return error
+    path = run.folder / "failed_rollouts.jsonl"
+    where = {"cycle": progress.cycle + 1, "step": progress.step, "error": str(error)}
+    lines = [json.dumps(where | row, default=str) + "\n" for row in error.rollouts]
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+        told = RewardError(f"{error}; its {len(lines)} samples are in {path}")
+        told.__cause__ = error
+        return told
+    return error
 
 
 class _Dispatched(NamedTuple):
@@ -210,11 +230,14 @@ def _cycle(
             on_chunk=advance,
             **run.sampling,
         )
+    if not collected.present.any():
+        raise RewardError(f"no sample of cycle {cycle + 1} has a score: look at the rewards")
     coef = jnp.copy(state.ppo.kl.coef)
     batch, scaling, row = programs.experience(
         collected.rollout,
         jnp.asarray(collected.grid),
         jnp.asarray(collected.totals),
+        jnp.asarray(collected.present),
         jnp.asarray(collected.ended),
         jnp.repeat(jnp.arange(groups), size),
         state.scaling,

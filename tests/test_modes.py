@@ -74,8 +74,9 @@ def test_one_cycle(name, folder, critic, tmp_path):
     rewards = np.linspace(-1, 1, B, dtype=np.float32)
     grid = np.where(np.arange(N) == samples.mask.sum(1, keepdims=True) - 1, rewards[:, None], 0)
     batch, *_ = programs.experience(
-        rollout, grid, rewards, samples.ended, np.arange(B), init_scaling(), scored, 0.1, 0
-    )
+        rollout, grid, rewards, np.ones(B, bool), samples.ended, np.arange(B), init_scaling(),
+        scored, 0.1, 0,
+    )  # fmt: skip
     state, _ = programs.update(state, policy.frozen, batch, jax.random.key(2))
     after = copied(state.params)
     moved = [np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after))]

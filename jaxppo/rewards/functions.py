@@ -311,7 +311,7 @@ def _numbers(value: Any, said: Callable[[str], str], axes: int = 0) -> np.ndarra
             raise TypeError
         return array.astype(np.float64)
     except (TypeError, ValueError):
-        shown = f"a {type(value).__name__} ({str(value)[:40]!r})"
+        shown = "None" if value is None else f"a {type(value).__name__} ({str(value)[:40]!r})"
         raise RewardError(said(shown) + "; scores must be numbers") from None
 
 

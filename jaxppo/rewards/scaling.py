@@ -33,7 +33,14 @@ def init_scaling(ref_std: float | None = None, ref_mean: float | None = None) ->
 
 
 def scale_scores(
-    grid, totals, state: ScalingState, *, mode: str | None, clip: float | None, mask=None
+    grid,
+    totals,
+    state: ScalingState,
+    *,
+    mode: str | None,
+    clip: float | None,
+    mask=None,
+    present=None,
 ) -> tuple[jax.Array, ScalingState, dict[str, jax.Array]]:
     """Clips each score and divides by a standard deviation.
 
@@ -48,6 +55,7 @@ def scale_scores(
         far (this cycle's included), "ref" and "ref_centred" by that of the first cycle.
       clip: bound of each single score, before scaling. None or 0: no bound.
       mask: `[B, N]` bool, the response's tokens; "ref_centred" subtracts the mean at the last.
+      present: `[B]` bool, samples that have a score; None: all. The others count nowhere.
 
     Returns:
       The scaled grid, the new state, and the metrics `rollout_scores/{mean,std,running_mean,
@@ -61,7 +69,8 @@ def scale_scores(
         placed = (grid != 0).any(1)
         grid = jnp.clip(grid, -clip, clip)
         totals = jnp.where(placed, grid.sum(1), jnp.clip(totals, -clip, clip))
-    every = jnp.ones(totals.shape, bool)
+    every = jnp.ones(totals.shape, bool) if present is None else present
+    totals = jnp.where(every, totals, 0.0)
     moments = update_moments(state.moments, totals, every)
     now = update_moments(init_moments(), totals, every)
     known = state.ref_std > 0

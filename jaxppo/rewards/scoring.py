@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,7 +130,7 @@ def score_samples(
       RewardError: a reward failed, and its policy does not pass over it.
     """
     B = len(samples)
-    whole = Scores(np.zeros((B, width), np.float32), np.zeros(B, np.float32), False, np.zeros(B, bool))
+    whole = _no_scores(B, width)
     given = {"samples": samples, "prompts": prompts, "outputs": outputs, **columns}
     dropped, tallies = np.zeros(B, bool), {}
     for reward in rewards:
@@ -152,7 +153,7 @@ def _score_by_one(
     """Calls one reward until every sample has its answer, or the policy says that it is enough."""
     name = f"the reward function {reward.name}"
     B, began, failures = len(given["samples"]), time.perf_counter(), 0
-    scores = Scores(np.zeros((B, width), np.float32), np.zeros(B, np.float32), False, np.zeros(B, bool))
+    scores = _no_scores(B, width)
     pending = np.arange(B)
     tries = 1 if reward.on_error == "raise" else 1 + reward.retries
     problems: dict[int, str] = {}
@@ -160,11 +161,10 @@ def _score_by_one(
         if attempt:
             time.sleep(min(reward.backoff * 2 ** (attempt - 1), 60.0))
         part = {key: [values[i] for i in pending] for key, values in given.items()}
+        call = partial(call_values, reward.function, name, part, tokenizer)
         cause = None
         try:
-            values = _within(
-                reward.timeout, lambda part=part: call_values(reward.function, name, part, tokenizer), name
-            )
+            values = _within(reward.timeout, call, name)
             found, problems = read_scores(
                 values,
                 name=name,
@@ -178,8 +178,8 @@ def _score_by_one(
             problems = dict.fromkeys(range(len(pending)), str(error))
         else:
             failures += len(problems)
-            for old, new in zip((scores.grid, scores.totals, scores.present), (found[0], found[1], found[3])):
-                old[pending] = new
+            for field in ("grid", "totals", "present"):
+                getattr(scores, field)[pending] = getattr(found, field)
             scores = scores._replace(dense=scores.dense or found.dense)
         pending = pending[sorted(problems)]
         if not len(pending):
@@ -191,7 +191,7 @@ def _score_by_one(
             raise RewardError(next(iter(problems.values())) + after) from cause
         lost[pending] = True
     values = scores.totals[scores.present].astype(np.float64)
-    return scores, lost, Tally(
+    tally = Tally(
         total=float(values.sum()),
         squares=float(np.square(values).sum()),
         scored=len(values),
@@ -200,6 +200,12 @@ def _score_by_one(
         failures=failures,
         seconds=time.perf_counter() - began,
     )
+    return scores, lost, tally
+
+
+def _no_scores(count: int, width: int) -> Scores:
+    grid, totals = np.zeros((count, width), np.float32), np.zeros(count, np.float32)
+    return Scores(grid, totals, False, np.zeros(count, bool))
 
 
 def add_tallies(several: Sequence[Mapping[str, Tally]]) -> dict[str, Tally]:

@@ -148,9 +148,9 @@ def test_what_a_function_does_to_its_lists_stays_with_it():
 
     def wrong(samples):
         samples.clear()
-        return [1, None, 2]
+        return [1, {}, 2]
 
-    with pytest.raises(RewardError, match=r"1, 'We hated it\.'; None is not supported"):
+    with pytest.raises(RewardError, match=r"1, 'We hated it\.'; scores must be numbers"):
         reward(wrong)
     assert metric(lambda samples: {"n": [samples.pop() and 1 for _ in range(3)]}) == {"n": [1] * 3}
     assert (SAMPLES, PROMPTS, OUTPUTS) == before
