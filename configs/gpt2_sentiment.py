@@ -59,8 +59,8 @@ def get_config(arg=None):
 
 
 def make_task(config):
-    from jaxppo import Task, reward_model
-    from jaxppo.assets import asset, review_prompts
+    from jaxppo import Task
+    from jaxppo.assets import lexicon_metric, sentiment_task
     from jaxppo.train import configured_reward
 
     if config.reward.model_path:
@@ -68,16 +68,10 @@ def make_task(config):
             prompts=imdb_beginnings(),
             eval_prompts=["I don't know much about Hungarian underground"] * HELD_OUT,
             reward_fn=configured_reward(config),
-            metric_fn=make_metrics(),
+            metric_fn=lexicon_metric(),
         )
-    prompts = review_prompts()
-    return Task(
-        prompts=prompts[:-HELD_OUT],
-        eval_prompts=prompts[-HELD_OUT:],
-        reward_fn=reward_model(asset("reviews-sentiment"), label="POSITIVE"),
-        metric_fn=make_metrics(),
-        model_path=None if config.model.model_path else asset("reviews-gpt2"),
-    )
+    task = sentiment_task(held_out=HELD_OUT)
+    return task._replace(model_path=None) if config.model.model_path else task
 
 
 def imdb_beginnings():
@@ -95,13 +89,3 @@ def imdb_beginnings():
     except Exception as error:  # network, disk, hub
         raise PromptError(f"the IMDB reviews can't be loaded: {error}") from error
     return [" ".join(review.split()[:4]) for review in reviews]
-
-
-def make_metrics():
-    """VADER's compound score in [-1, 1], a lexicon that shares nothing with the reward model."""
-    try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError:
-        return None
-    vader = SentimentIntensityAnalyzer()
-    return lambda samples, **_: {"vader": [vader.polarity_scores(s)["compound"] for s in samples]}

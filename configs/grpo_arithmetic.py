@@ -15,7 +15,6 @@ import itertools
 import random
 
 CHARACTERS = "0123456789+-="
-PAD = len(CHARACTERS)
 
 
 def get_config():
@@ -75,27 +74,12 @@ def make_task(config):
 
 
 def fresh_model(config):
-    """Writes a model with random weights into the run folder, once."""
+    """Writes a model with random weights beside the run folder, once."""
     from pathlib import Path
 
-    import jax
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from jaxppo import create_model, save_pretrained
+    from jaxppo.assets import save_character_model
 
     folder = Path(config.train.checkpoint_dir + "-start")
-    if (folder / "config.json").exists():
-        return folder
-    inner = Tokenizer(
-        models.WordLevel({c: i for i, c in enumerate([*CHARACTERS, "<pad>"])}, "<pad>")
-    )
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
-    model = create_model({
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": PAD + 1,
-        "n_positions": 16, "n_embd": 64, "n_layer": 2, "n_head": 4,
-    })  # fmt: skip
-    save_pretrained(folder, model, model.init(jax.random.key(config.train.seed)), tokenizer)
+    if not (folder / "config.json").exists():
+        save_character_model(folder, CHARACTERS, seed=config.train.seed)
     return folder

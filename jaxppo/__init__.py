@@ -28,6 +28,7 @@ from jaxppo.core import (
     whiten,
 )
 from jaxppo.core.batch import Evaluation, PPOBatch
+from jaxppo.environments import Environment
 from jaxppo.experience import Rollout, make_evaluate, make_experience, make_trunk
 from jaxppo.methods import METHODS, Feedback, Method
 from jaxppo.models import (
@@ -52,6 +53,7 @@ __all__ = [
     "METHODS",
     "CheckpointError",
     "ConfigError",
+    "Environment",
     "Evaluation",
     "Feedback",
     "KLController",
@@ -60,6 +62,7 @@ __all__ = [
     "Model",
     "ModelError",
     "MomentsState",
+    "Environment",
     "PPOBatch",
     "PPOConfig",
     "PPOState",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxppo.environments import Environment
 from jaxppo.experience import Rollout
 from jaxppo.policy import Policy
 from jaxppo.programs import Scored
@@ -24,19 +25,22 @@ class Task(NamedTuple):
     prompts: strings, dicts with a "prompt" and further columns, or chats (lists of messages);
       None: nothing but the BOS token.
     reward_fn: `(samples, prompts, outputs, tokenizer, **columns) -> scores`, a `Reward`, or a list
-      of these.
+      of these; None where an environment pays.
     eval_prompts: as prompts; None: the first chunk of them.
     metric_fn: like reward_fn, returns `{name: values}`; None: no further metrics.
     stop_sequences: strings that end a response.
     model_path: takes the place of the config's, for a task that makes its own model.
+    environment: makes an `Environment`. Each sample is then a conversation with one; what it pays
+      and what reward functions give is added.
     """
 
     prompts: Sequence | None
-    reward_fn: Callable | Reward | Sequence[Callable | Reward]
+    reward_fn: Callable | Reward | Sequence[Callable | Reward] | None = None
     eval_prompts: Sequence | None = None
     metric_fn: Callable | None = None
     stop_sequences: Sequence[str] = ()
     model_path: Any = None
+    environment: Callable[[], Environment] | None = None
 
 
 class Collected(NamedTuple):
@@ -84,6 +88,7 @@ def collect(
     stream: Stream | None = None,
     slots: int = 0,
     overlap: bool = True,
+    converse: Callable | None = None,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> Collected:
     """Samples a response to each prompt and scores it.
@@ -101,17 +106,19 @@ def collect(
       pad_id: what they are padded with.
       stream, slots: where given, all prompts go through so many decoding slots instead.
       overlap: rewards of a chunk are computed in a thread while the next ones are sampled.
+      converse: `jaxppo.environments.converse` with an environment; None: a sample is a response.
       on_chunk: called after each chunk.
     """
     total, params = len(prompts.ids), policy.merged(trained)
     began = time.perf_counter()
-    rollouts, scoreds, ended = [], [], []
+    rollouts, scoreds, ended, turns = [], [], [], []
 
-    def judged(chunk: Prompts, tokens, lengths):
+    def judged(chunk: Prompts, tokens, lengths, earned):
         """Texts, scores and tallies of a chunk, and the seconds that they took."""
         clock = time.perf_counter()
         written = [row[:n] for row, n in zip(tokens, lengths)]
-        outputs = decode_outputs(tokenizer, chunk.ids, written, task.stop_sequences)
+        stop_sequences = () if converse else task.stop_sequences
+        outputs = decode_outputs(tokenizer, chunk.ids, written, stop_sequences)
         whole = [prompt + output for prompt, output in zip(chunk.texts, outputs)]
         try:
             scores, tallies = score_samples(
@@ -124,6 +131,7 @@ def collect(
                 lengths=lengths,
                 width=tokens.shape[1],
                 ends=lambda row: token_ends(tokenizer, chunk.ids[row], written[row]),
+                earned=earned,
             )
         except RewardError as error:
             columns = {"prompt": chunk.texts, "output": outputs, **chunk.columns}
@@ -136,23 +144,43 @@ def collect(
         ids = prompts.ids[at : at + chunk_size]
         return left_pad([*ids, *[ids[0]] * (chunk_size - len(ids))], width, pad_id)
 
-    def finish(at: int, samples: Samples) -> None:
+    def conversations(at: int) -> tuple[Samples, np.ndarray, np.ndarray]:
+        """A chunk of samples, filled up with empty ones, what was seen in them, and earned."""
+        rows = range(at, min(at + chunk_size, total))
+        chunk = take(prompts, rows)
+        held = converse(
+            generate, params, key, prompts=chunk.ids, texts=chunk.texts, columns=chunk.columns,
+            row_ids=rows, rows=chunk_size,
+        )  # fmt: skip
+        turns.append(held.turns)
+        missing = chunk_size - len(rows)
+        fill = lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
+        samples, seen = jax.tree.map(lambda x: jnp.asarray(fill(x)), (held.samples, held.seen))
+        return samples, seen, held.earned
+
+    def finish(at: int, samples: Samples, seen=None, earned=None) -> None:
         """Sends a sampled chunk to the device's scorer and to the reward function."""
         rows = range(at, min(at + chunk_size, total))
         grid, mask = padded(at)
         rollout = Rollout(
-            *(jnp.asarray(x) for x in (grid, mask, samples.tokens, samples.mask)), samples.kept
+            *(jnp.asarray(x) for x in (grid, mask, samples.tokens, samples.mask)),
+            kept=samples.kept,
+            seen=seen,
         )
         if score is not None:  # dispatched before the host waits for the tokens
             scoreds.append(score(trained, rollout, samples.logprobs))
-        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.mask.sum(1))[: len(rows)]
+        tokens = np.asarray(samples.tokens)
+        lengths = np.asarray((samples.mask if seen is None else seen).sum(1))[: len(rows)]
         rollouts.append(rollout)
         ended.append(np.asarray(samples.ended)[: len(rows)])
-        worker.submit(judged, take(prompts, rows), tokens, lengths)
+        worker.submit(judged, take(prompts, rows), tokens, lengths, earned)
         on_chunk()
 
     with _Worker(overlapping=overlap and total > chunk_size) as worker:
-        if stream is None:
+        if converse:
+            for at in range(0, total, chunk_size):
+                finish(at, *conversations(at))
+        elif stream is None:
             for at in range(0, total, chunk_size):
                 row_ids = jnp.arange(at, at + chunk_size)
                 finish(at, generate(params, key, *map(jnp.asarray, padded(at)), row_ids))
@@ -166,8 +194,8 @@ def collect(
     )
     texts = tuple([text for part in scored for text in part[i]] for i in (0, 1))
     rewarding = sum(part[4] for part in scored)
-    plain = len(rewards) == 1 and rewards[0] == Reward(rewards[0].function, rewards[0].name)
-    tallies = {} if plain else add_tallies([part[3] for part in scored])
+    plain = [reward == Reward(reward.function, reward.name) for reward in rewards] == [True]
+    tallies = {} if plain and not converse else add_tallies([part[3] for part in scored])
     if not worker.overlapping:
         generating -= rewarding
 
@@ -176,6 +204,7 @@ def collect(
     lengths = np.asarray(rollout.mask.sum(1))
     share = float(np.concatenate(ended).mean())
     sampled = int(lengths.sum())
+    read = sampled if rollout.seen is None else int(rollout.seen.sum())
     return Collected(
         rollout=rollout,
         grid=grid,
@@ -192,7 +221,8 @@ def collect(
             "rollout/truncated": 1.0 - share,
             "rollout/empty": float(np.mean([not text.strip() for text in texts[1]])),
             "rollout/scored": float(present.mean()),
-            "padding_percentage": 100.0 * (1.0 - sampled / rollout.mask.size),
+            "padding_percentage": 100.0 * (1.0 - read / rollout.mask.size),
+            **({"rollout/turns": float(np.concatenate(turns).mean())} if turns else {}),
             **tally_metrics(tallies),
         },
         times={

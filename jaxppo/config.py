@@ -169,8 +169,12 @@ def default_config() -> ConfigDict:
         "label": placeholder(str),  # by name or number; None: the only one
         "output": "probability",  # "logit"
     }
+    environment = {  # conversations of a task that has an environment
+        "max_turns": 4,  # actions of up to max_new_tokens each
+        "observation_tokens": 128,  # of all observations of a conversation
+    }
     sections = {"train": train, "model": model, "tokenizer": tokenizer, "optimizer": optimizer}
-    return ConfigDict(sections | {"scheduler": scheduler, "method": method, "reward": reward})
+    return ConfigDict(sections | {"scheduler": scheduler, "method": method, "reward": reward, "environment": environment})
 
 
 # The keyword arguments that each optimizer and scheduler reads.
@@ -407,6 +411,14 @@ def scheduler_kwargs(config: ConfigDict) -> dict[str, Any]:
     return {key: config.scheduler.kwargs[key] for key in SCHEDULERS[config.scheduler.name]}
 
 
+def response_room(config: ConfigDict, conversing: bool) -> int:
+    """The most tokens that follow a prompt, in rollouts and evaluations."""
+    several = (rollout_kwargs(config), eval_kwargs(config))
+    longest = max(kwargs["max_new_tokens"] for kwargs in several)
+    e = config.environment
+    return e.max_turns * longest + e.observation_tokens if conversing else longest
+
+
 def option_names() -> set[str]:
     """Returns the dotted name of every option."""
     return set(_paths(default_config()))
@@ -427,7 +439,7 @@ _RANGES = (
         train.eval_interval train.checkpoint_interval train.keep_checkpoints method.ppo_epochs
         method.num_rollouts method.chunk_size method.horizon scheduler.kwargs.T_max
         scheduler.kwargs.total_iters method.gen*.max_new_tokens model.lora.rank method.group_size
-        method.overlong_buffer method.decode_slots""",
+        method.overlong_buffer method.decode_slots environment.max_turns""",
     ),
     (
         "at least 0",
@@ -436,7 +448,7 @@ _RANGES = (
         optimizer.max_grad_norm optimizer.kwargs.weight_decay scheduler.kwargs.eta_min
         scheduler.warmup_steps method.gen*.min_new_tokens method.gen*.temperature
         method.gen*.top_k train.critic_warmup_steps method.num_value_layers_unfrozen
-        method.missing_eos_penalty method.entropy_target""",
+        method.missing_eos_penalty method.entropy_target environment.observation_tokens""",
     ),
     (
         "above 0",

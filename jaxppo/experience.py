@@ -23,6 +23,8 @@ class Rollout(NamedTuple):
     prompts, prompt_mask: `[B, P]`, padded on the left.
     tokens, mask: `[B, N]`, padded on the right.
     kept: `[B, N]` from `Samples`, None without truncation.
+    seen: `[B, N]` bool, what the model reads of the response: the actions that `mask` says, and
+      what it was told between them; None: nothing but actions.
     trunk: `[B, P+N-1, D]` from `make_trunk`, states that need no computing; None: all are computed.
     """
 
@@ -31,6 +33,7 @@ class Rollout(NamedTuple):
     tokens: jax.Array
     mask: jax.Array
     kept: jax.Array | None = None
+    seen: jax.Array | None = None
     trunk: jax.Array | None = None
 
 
@@ -50,8 +53,9 @@ def make_trunk(model: Model, layers: int):
 
 def _fed(rollout: Rollout):
     """Tokens and mask of what the model is fed; the last response token predicts nothing."""
+    seen = rollout.mask if rollout.seen is None else rollout.seen
     tokens = jnp.concatenate([rollout.prompts, rollout.tokens[:, :-1]], axis=1)
-    return tokens, jnp.concatenate([rollout.prompt_mask, rollout.mask[:, :-1]], axis=1)
+    return tokens, jnp.concatenate([rollout.prompt_mask, seen[:, :-1]], axis=1)
 
 
 def make_evaluate(
@@ -126,6 +130,9 @@ def make_evaluate(
             return keep_most_probable(logits, kept, tokens) if truncating else logits
 
         step = jnp.broadcast_to(jnp.arange(N), (B, N))
+        if rollout.seen is not None:  # tokens of this action so far
+            told = rollout.seen & ~rollout.mask
+            step = step - jax.lax.cummax(jnp.where(told, step + 1, 0), axis=1)
         kept = rollout.kept if truncating else step
         logprobs, entropy = chunked_logprobs(
             logits_fn, states, rollout.tokens, step, kept, chunk_size=chunk_size

@@ -78,7 +78,13 @@ class Programs(NamedTuple):
 
 
 def make_programs(
-    config: ConfigDict, policy: Policy, *, eos_ids: tuple[int, ...], pad_id: int, stops
+    config: ConfigDict,
+    policy: Policy,
+    *,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    stops,
+    conversing: bool = False,
 ) -> Programs:
     """Builds the functions of a run. Compiles nothing yet.
 
@@ -88,6 +94,7 @@ def make_programs(
       eos_ids: the model's own ids that end a response; the config's take precedence.
       pad_id: what fills up responses.
       stops: from `stop_table`, or None.
+      conversing: whether there is an environment, so that a response is several actions.
     """
     model = policy.model
     options = {}
@@ -127,7 +134,9 @@ def make_programs(
 
     method, row = config.method, configs.row(config)
     plain = configs.plain_ppo(config)
-    objective = None if plain else _objective(config, row)
+    most = configs.rollout_kwargs(config)["max_new_tokens"]
+    most *= config.environment.max_turns if conversing else 1  # tokens sampled
+    objective = None if plain else _objective(config, row, most)
 
     def experience(
         rollout, grid, totals, present, ended, groups, scaling, scored: Scored, kl_coef, cycle
@@ -140,7 +149,7 @@ def make_programs(
         charge = jnp.zeros(len(totals))
         if method.overlong_buffer:
             charge += overlong_penalty(
-                rollout.mask.sum(1), max_length=rollout.mask.shape[1], buffer=method.overlong_buffer
+                rollout.mask.sum(1), max_length=most, buffer=method.overlong_buffer
             )
         if method.missing_eos_penalty:
             charge += missing_eos_penalty(ended, penalty=method.missing_eos_penalty)
@@ -214,7 +223,7 @@ def make_programs(
     )
 
 
-def _objective(config: ConfigDict, row: Method) -> Objective:
+def _objective(config: ConfigDict, row: Method, max_length: int) -> Objective:
     """The loss of a method with the config's prices."""
     m, entropy = config.method, None
     if m.entropy_target is not None:
@@ -223,7 +232,7 @@ def _objective(config: ConfigDict, row: Method) -> Objective:
         entropy = fixed_entropy(m.entropy_coef)
     return make_objective(
         row,
-        max_length=configs.rollout_kwargs(config)["max_new_tokens"],
+        max_length=max_length,
         vf_coef=m.vf_coef,
         cliprange_value=m.cliprange_value,
         entropy=entropy,

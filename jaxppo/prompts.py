@@ -46,7 +46,7 @@ def encode(tokenizer, text: str, *, sets_bos: bool | None = None) -> list[int]:
     rendered chat template, say) holds it already, and no EOS or separator is put behind it.
     `sets_bos` says whether the tokenizer sets one; None finds it out, as costly as a short prompt.
     """
-    ids = _encode(tokenizer, text, special=False)
+    ids = encode_bare(tokenizer, text)
     if sets_bos is None:
         sets_bos = _sets_bos(tokenizer)
     if sets_bos and ids[:1] != [tokenizer.bos_token_id]:
@@ -189,9 +189,14 @@ def _sets_bos(tokenizer) -> bool:
     Its ids are compared with those of the text alone, since an unknown text may be a BOS token:
     one token often serves as both.
     """
-    bare, whole = (_encode(tokenizer, "a", special=special) for special in (False, True))
+    bare, whole = encode_bare(tokenizer, "a"), _encode(tokenizer, "a", special=True)
     bos = tokenizer.bos_token_id
     return bos is not None and whole[: len(bare) + 1] == [bos, *bare]
+
+
+def encode_bare(tokenizer, text: str) -> list[int]:
+    """Tokenises a text that follows another one: no BOS in front of it, nothing behind it."""
+    return _encode(tokenizer, text, special=False)
 
 
 def _encode(tokenizer, text: str, *, special: bool) -> list[int]:

@@ -5,6 +5,7 @@ Everything that can be refused is refused here, before the run folder is touched
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ml_collections import ConfigDict
 from jaxppo import checkpoint, tracking
 from jaxppo import config as configs
 from jaxppo.collect import Task
+from jaxppo.environments import converse
 from jaxppo.models import (
     Model,
     ModelError,
@@ -94,7 +96,7 @@ class Run(NamedTuple):
 
 def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState, Progress]:
     """Loads, checks and plans; makes the run folder last, when nothing can be refused any more."""
-    rewards = as_rewards(task.reward_fn)
+    rewards = () if task.reward_fn is None else as_rewards(task.reward_fn)
     path = task.model_path or config.model.model_path
     if not path:
         raise configs.ConfigError("model.model_path is not set; name a model folder or hub id")
@@ -105,10 +107,12 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
         tokenizer = load_tokenizer(config.tokenizer.tokenizer_path)
     if tokenizer is None:
         raise ModelError(f"{path} holds no tokenizer; set tokenizer.tokenizer_path")
-    new = max(
-        kwargs["max_new_tokens"]
-        for kwargs in (configs.rollout_kwargs(config), configs.eval_kwargs(config))
-    )
+    conversing = task.environment is not None
+    if conversing and config.method.decode_slots:
+        raise configs.ConfigError(
+            "method.decode_slots has no effect on conversations with an environment; leave it out"
+        )
+    new = configs.response_room(config, conversing)
     prompts, eval_prompts = _prompts(config, task, model, tokenizer, new)
     every = [*prompts.ids, *eval_prompts.ids]
     vocabulary = model.config.vocab_size
@@ -136,8 +140,9 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
     reference = checkpoint.fingerprint(without_heads(params))
     policy = make_policy(config, model, params, keys.value_head)
     programs = make_programs(
-        config, policy, eos_ids=eos_ids(model, tokenizer), pad_id=pad_id, stops=stops
-    )
+        config, policy, eos_ids=eos_ids(model, tokenizer), pad_id=pad_id, stops=stops,
+        conversing=conversing,
+    )  # fmt: skip
     plan = configs.plan(config, len(prompts.ids))
     lines = [("model", str(path)), *configs.plan_lines(plan, config)]
     lines += memory_lines(config, policy, programs, width)
@@ -175,6 +180,21 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
             "pad_id": pad_id,
             "slots": config.method.decode_slots,
             "overlap": config.train.overlap_rewards,
+            "converse": conversing
+            and partial(
+                converse,
+                task.environment,
+                max_turns=config.environment.max_turns,
+                action_tokens=max(
+                    kwargs["max_new_tokens"]
+                    for kwargs in (configs.rollout_kwargs(config), configs.eval_kwargs(config))
+                ),
+                observation_tokens=config.environment.observation_tokens,
+                prompt_width=width,
+                tokenizer=tokenizer,
+                pad_id=pad_id,
+                stop_sequences=sequences,
+            ),
         },
         folder=folder,
         reference=reference,
@@ -190,8 +210,9 @@ def _prompts(config, task: Task, model: Model, tokenizer, new: int) -> tuple[Pro
     room = min(config.train.seq_length, positions) - new
     if room < 1:
         raise configs.ConfigError(
-            f"method.gen_kwargs.max_new_tokens {new} leaves no room for a prompt in the model's "
-            f"{positions} positions; lower it"
+            f"{new} tokens of a response or conversation leave no room for a prompt in the "
+            f"{min(config.train.seq_length, positions)} of train.seq_length and the model; lower "
+            "method.gen_kwargs.max_new_tokens, or environment.max_turns and observation_tokens"
         )
     truncate = config.tokenizer.truncation_side if config.tokenizer.truncate_prompts else None
     given = task.prompts

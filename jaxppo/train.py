@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from jaxppo import checkpoint, tracking
 from jaxppo import config as configs
 from jaxppo.collect import Task, collect
+from jaxppo.environments import Environment
 from jaxppo.evaluation import evaluate
 from jaxppo.models import Model, ModelError, save_adapter, save_pretrained
 from jaxppo.prompts import PromptError, prompt_indices, take
@@ -73,6 +74,7 @@ def train(
     config: ConfigDict | dict | None = None,
     stop_sequences: Sequence[str] = (),
     *,
+    environment: Callable[[], Environment] | None = None,
     console=None,
 ) -> Trained:
     """Tunes a language model with PPO on a live reward. The arguments are trlx's.
@@ -88,6 +90,8 @@ def train(
       metric_fn: called as reward_fn is; returns `{name: values}`, logged at evaluations.
       config: overrides of `default_config()`, nested or dotted.
       stop_sequences: strings that end a response, and are cut off the text.
+      environment: makes an `Environment`, with which the policy has a conversation on each prompt;
+        see docs/environments.md. A reward function is not needed then.
       console: a rich console; None makes one on the standard output.
 
     Returns:
@@ -104,12 +108,14 @@ def train(
         config.model.model_path = str(model_path)
     if reward_fn is None and config.reward.model_path:
         reward_fn = configured_reward(config)
-    if reward_fn is None:
+    if reward_fn is None and environment is None:
         raise configs.ConfigError(
             "there is no reward function; pass reward_fn=, a function of samples that returns "
             "one score each, or set reward.model_path to a classifier"
         )
-    task = Task(prompts, reward_fn, eval_prompts, metric_fn, stop_sequences)
+    task = Task(
+        prompts, reward_fn, eval_prompts, metric_fn, stop_sequences, environment=environment
+    )
     return run_task(config, task, console=console)
 
 

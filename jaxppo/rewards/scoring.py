@@ -115,12 +115,14 @@ def score_samples(
     lengths: Sequence[int],
     width: int,
     ends: Callable[[int], Sequence[int]] | None = None,
+    earned: np.ndarray | None = None,
 ) -> tuple[Scores, dict[str, Tally]]:
     """Adds up the weighted scores of all rewards.
 
     Args:
       rewards: from `as_rewards`.
       samples ... ends: as for `call_reward`.
+      earned: `[B, N]`, scores that the samples have already, from an environment.
 
     Returns:
       The scores, in which a sample is present if a reward applies to it and none dropped it, and
@@ -131,6 +133,8 @@ def score_samples(
     """
     B = len(samples)
     whole = _no_scores(B, width)
+    if earned is not None:
+        whole = Scores(earned, earned.sum(1), True, np.ones(B, bool))
     given = {"samples": samples, "prompts": prompts, "outputs": outputs, **columns}
     dropped, tallies = np.zeros(B, bool), {}
     for reward in rewards:
