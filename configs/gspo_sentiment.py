@@ -6,7 +6,8 @@ Model, prompts, reward, and the number of rollouts are those of gpt2_sentiment.p
 prompts of 8 samples in place of 128 prompts. GSPO's row has no KL; here it stands in the reward, so
 that methods can be compared.
 
-RESULT
+Two CPU cores, float32: 4.6 minutes for 60 cycles of 128 rollouts, 480 optimizer steps. On 256
+held-out prompts: P(positive) .507 -> .911, VADER .12 -> .63, at 12.3 nats of KL a sample.
 """
 
 

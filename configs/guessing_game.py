@@ -8,7 +8,9 @@ after two turns. Who begins in the middle and listens always wins; who guesses b
 of three at best. The policy is a two-layer GPT-2 with random weights and one token a character,
 trained by GRPO with many games on each number.
 
-RESULT
+Two CPU cores, 20 seconds: of games that are played with samples, not the likeliest numbers, 14 % are
+won before, 95 % after 60 cycles, 99 % after 120. With three turns and seven numbers, 40 seconds: 23 %
+before, 73 % after 180 cycles.
 """
 
 CHARACTERS = "123456789<>=?"

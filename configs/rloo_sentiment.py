@@ -6,7 +6,10 @@ Model, prompts, reward, and the number of rollouts are those of gpt2_sentiment.p
 in the reward as there; a cycle has 16 prompts of 8 samples in place of 128 prompts. With
 `--config.method.name=grpo` it is GRPO, whose KL stands in the loss.
 
-RESULT
+Two CPU cores, float32: 4.3 minutes for 60 cycles of 128 rollouts, 480 optimizer steps, on a machine
+where gpt2_sentiment.py took 4.6. On 256 held-out prompts: P(positive) .507 -> .917, VADER .12 ->
+.47, at 12.9 nats of KL a sample. GRPO: .507 -> .947, VADER .12 -> .89, at 44.8 nats: in the loss the
+same price holds the policy less.
 """
 
 
