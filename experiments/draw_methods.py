@@ -3,7 +3,8 @@ r"""Draws reward and KL of several methods over the rollouts they were given, as
 pip install matplotlib
 python -m jaxppo.main --config=configs/gpt2_sentiment.py --workdir=runs/PPO
 python -m jaxppo.main --config=configs/rloo_sentiment.py --workdir=runs/RLOO
-python -m jaxppo.main --config=configs/rloo_sentiment.py --config.method.name=grpo --workdir=runs/GRPO
+python -m jaxppo.main --config=configs/rloo_sentiment.py --workdir=runs/GRPO \
+  --config.method.name=grpo
 python -m jaxppo.main --config=configs/gspo_sentiment.py --workdir=runs/GSPO
 python experiments/draw_methods.py docs/methods.svg runs/PPO runs/GRPO runs/RLOO runs/GSPO
 """

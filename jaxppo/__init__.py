@@ -62,7 +62,6 @@ __all__ = [
     "Model",
     "ModelError",
     "MomentsState",
-    "Environment",
     "PPOBatch",
     "PPOConfig",
     "PPOState",

@@ -174,7 +174,10 @@ def default_config() -> ConfigDict:
         "observation_tokens": 128,  # of all observations of a conversation
     }
     sections = {"train": train, "model": model, "tokenizer": tokenizer, "optimizer": optimizer}
-    return ConfigDict(sections | {"scheduler": scheduler, "method": method, "reward": reward, "environment": environment})
+    return ConfigDict(
+        sections
+        | {"scheduler": scheduler, "method": method, "reward": reward, "environment": environment}
+    )
 
 
 # The keyword arguments that each optimizer and scheduler reads.
