@@ -39,6 +39,8 @@ setup(
         "datasets": ["datasets>=3.0"],  # the IMDB reviews of trlx's example
         "gguf": ["gguf>=0.17"],  # reads the files of llama.cpp
         "sentiment": ["vaderSentiment>=3.3.2"],  # an independent check of the sentiment reward
+        "reasoning": ["math-verify>=0.8", "reasoning-gym>=0.1.20"],  # verifiers and tasks
+        "judge": ["httpx>=0.27"],  # rewards from a language model behind an endpoint
         "test": [
             "pytest>=8.3",
             "pytest-xdist>=3.6",
@@ -47,6 +49,8 @@ setup(
             "tensorboardX>=2.6",
             "vaderSentiment>=3.3.2",
             "gguf>=0.17",
+            "httpx>=0.27",
+            "math-verify>=0.8",
         ],
         # Models computed by torch as an independent oracle; the newest CPU build will do.
         "parity": ["torch>=2.5", "peft>=0.17"],

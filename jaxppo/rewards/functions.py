@@ -72,7 +72,8 @@ def call_reward(
 
     Args:
       fn: returns for each sample a number; a list of numbers, one a response token from the first
-        on, the rest 0; a list of `Span`; or None where it does not apply. Lists of one number for
+        on, the rest 0; a list of `Span`; None where it does not apply; or an exception where it
+        failed for that sample alone. Lists of one number for
         all samples are scores of samples. Of the keywords it is given those that it takes, except
         what a `functools.partial` has bound; if it takes none, the samples by position. It gets
         copies of the lists.
@@ -127,6 +128,8 @@ def read_scores(
     grid = np.zeros((len(samples), width), np.float32)
     totals = np.zeros(len(samples), np.float32)
     values = [[value] if isinstance(value, Span) else _plain(value) for value in values]
+    failed = {i: value for i, value in enumerate(values) if isinstance(value, Exception)}
+    values = [None if i in failed else value for i, value in enumerate(values)]
     given = [value for value in values if value is not None]
     if all(_is_list(x) and len(x) == 1 and not _is_list(_plain(x[0])) for x in given):
         values = [None if value is None else value[0] for value in values]  # a column
@@ -138,7 +141,10 @@ def read_scores(
             f"{name} returned a number for sample {scalar} and a list for sample "
             f"{dense.index(True)}; return the same kind for all"
         )
-    problems: dict[int, str] = {}
+    problems = {
+        i: f"{name} failed for sample {i}, {_snippet(samples[i])}: {' '.join(str(error).split())}"
+        for i, error in failed.items()
+    }
     for i in np.flatnonzero(present):
 
         def said(found, i=i):
