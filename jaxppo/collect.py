@@ -56,6 +56,9 @@ class Collected(NamedTuple):
       themselves, that were cut off, and that hold no text, and the padding of the response grid;
       of each reward, if it has a name of its own or there are several.
     times: seconds and rates, which differ from run to run.
+    behaviour: `[R, N]`, log-probs under the weights that drew the tokens, where those of some
+      samples are older; None: they are those of `scored`.
+    baseline: `[R]`, the score of the greedy response to each prompt, where that is asked for.
     """
 
     rollout: Rollout
@@ -69,6 +72,8 @@ class Collected(NamedTuple):
     outputs: list[str]
     stats: dict[str, float]
     times: dict[str, float]
+    behaviour: jax.Array | None = None
+    baseline: np.ndarray | None = None
 
 
 def collect(

@@ -136,7 +136,7 @@ def default_config() -> ConfigDict:
         "kl_estimator": "k1",  # in the reward, of a token: "k1" | "k2" | "k3" | "abs"
         # The rest changes a method's row in docs/methods.md; None: as it is.
         "kl_in": placeholder(str),  # "reward" | "loss" | "none"
-        "kl_loss_estimator": placeholder(str),  # "k1" | "k2" | "k3" | "abs"
+        "kl_loss_estimator": placeholder(str),  # "k1" | "k2" | "k3" | "abs" | "exact"
         "clip_low": placeholder(float),
         "clip_high": placeholder(float),
         "entropy_coef": 0.0,  # units of loss a nat of entropy
@@ -146,6 +146,7 @@ def default_config() -> ConfigDict:
         "overlong_buffer": placeholder(int),  # tokens; reaching into the last so many costs up to 1
         "missing_eos_penalty": 0.0,  # units of score, for responses that did not end
         "off_policy_threshold": placeholder(float),  # nats a token; samples beyond it are left out
+        "dynamic_rounds": 0,  # draws a cycle may take to fill up with groups that differ; 0: one
         "approx_kl_stop": placeholder(float),  # nats; past it, skip the cycle's remaining updates
         "whiten_advantages": True,
         "num_value_layers_unfrozen": 0,  # N: values come from a copy of the top N blocks
@@ -451,7 +452,8 @@ _RANGES = (
         optimizer.max_grad_norm optimizer.kwargs.weight_decay scheduler.kwargs.eta_min
         scheduler.warmup_steps method.gen*.min_new_tokens method.gen*.temperature
         method.gen*.top_k train.critic_warmup_steps method.num_value_layers_unfrozen
-        method.missing_eos_penalty method.entropy_target environment.observation_tokens""",
+        method.missing_eos_penalty method.entropy_target method.dynamic_rounds
+        environment.observation_tokens""",
     ),
     (
         "above 0",
@@ -493,11 +495,11 @@ _CHOICES = {
     "tokenizer.truncation_side": (("left", "right"), ""),
     "optimizer.name": (tuple(OPTIMIZERS), "; others are not supported yet"),
     "scheduler.name": (tuple(SCHEDULERS), "; others are not supported yet"),
-    "method.name": (("PPOConfig", *(name for name in METHODS if name not in ("ppo", "remax"))), ""),
+    "method.name": (("PPOConfig", *(name for name in METHODS if name != "ppo")), ""),
     "method.scale_reward": (("running", "ref", "ref_centred"), ""),
     "method.kl_estimator": (("k1", "k2", "k3", "abs"), ""),
     "method.kl_in": ((None, "reward", "loss", "none"), ""),
-    "method.kl_loss_estimator": ((None, "k1", "k2", "k3", "abs"), ""),
+    "method.kl_loss_estimator": ((None, "k1", "k2", "k3", "abs", "exact"), ""),
 }
 
 
@@ -540,6 +542,11 @@ def _contradictions(config: ConfigDict) -> Iterator[str]:
         yield (
             f"method.name {m.name!r} compares the samples of one prompt, of which there is one; "
             "set method.group_size to 4 or more"
+        )
+    if m.dynamic_rounds and m.name not in GROUP_METHODS:
+        yield (
+            f"method.dynamic_rounds replaces groups whose samples score alike, but {m.name!r} has "
+            "no groups; set it to 0"
         )
     if not method.critic:
         for name, given in {

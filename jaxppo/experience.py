@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxppo.core.advantages import gae, whiten
 from jaxppo.core.batch import Evaluation, PPOBatch
 from jaxppo.core.kl import kl_estimate
-from jaxppo.core.logprobs import chunked_logprobs, response_states
+from jaxppo.core.logprobs import chunked_logprobs, chunked_logprobs_and_kl, response_states
 from jaxppo.core.masks import ended_only
 from jaxppo.core.selection import has_signal
 from jaxppo.methods import Feedback, Method
@@ -71,13 +71,16 @@ def make_evaluate(
     trunk_layers: int = 0,
     critic: Model | None = None,
 ):
-    """Makes the transformer's `evaluate(params, batch) -> Evaluation`.
+    """Makes the transformer's `evaluate(params, batch, reference=None) -> Evaluation`.
 
     It reproduces the log-probs of `sample` called with the same options. The batch is a
     `PPOBatch` whose `inputs` is a `Rollout`, or a `Rollout` by itself. Values come from
     `params["value_head"]`, and are 0 without one. The head reads the last states of the policy; or
     of the blocks and the norm in `params["value_branch"]`, put in place of the policy's top ones;
     or of a model of its own with the parameters `params["critic"]`.
+
+    With `reference`, the parameters of a language model of the same architecture, it gives the
+    exact KL to that as well, at the cost of another pass and of twice the logits.
 
     Args:
       model: the bundle of functions.
@@ -112,7 +115,7 @@ def make_evaluate(
         hidden, _ = model.apply(params, tokens, mask=mask, hidden=hidden, first=first)
         return hidden, hidden if value_hidden is None else value_hidden
 
-    def evaluate(params, batch) -> Evaluation:
+    def evaluate(params, batch, reference=None) -> Evaluation:
         rollout: Rollout = batch.inputs if isinstance(batch, PPOBatch) else batch
         B, P = rollout.prompts.shape
         N = rollout.tokens.shape[1]
@@ -124,25 +127,37 @@ def make_evaluate(
         hidden, value_hidden = forward(params, rollout)
         states = response_states(hidden, P, response_length=N)
 
-        def logits_fn(states, tokens, step, kept):
-            logits = scale(model.unembed(params, states), temperature)
-            logits = forbid(logits, eos_ids, step < min_new_tokens) if min_new_tokens else logits
-            return keep_most_probable(logits, kept, tokens) if truncating else logits
+        def logits_of(params):
+            def logits_fn(states, tokens, step, kept):
+                x = scale(model.unembed(params, states), temperature)
+                x = forbid(x, eos_ids, step < min_new_tokens) if min_new_tokens else x
+                return keep_most_probable(x, kept, tokens) if truncating else x
+
+            return logits_fn
 
         step = jnp.broadcast_to(jnp.arange(N), (B, N))
         if rollout.seen is not None:  # tokens of this action so far
             told = rollout.seen & ~rollout.mask
             step = step - jax.lax.cummax(jnp.where(told, step + 1, 0), axis=1)
         kept = rollout.kept if truncating else step
-        logprobs, entropy = chunked_logprobs(
-            logits_fn, states, rollout.tokens, step, kept, chunk_size=chunk_size
-        )
+        extras, kl = (rollout.tokens, step, kept), None
+        if reference is None:
+            logprobs, entropy = chunked_logprobs(
+                logits_of(params), states, *extras, chunk_size=chunk_size
+            )
+        else:
+            reference = jax.lax.stop_gradient(reference)
+            ref_states = response_states(forward(reference, rollout)[0], P, response_length=N)
+            logprobs, entropy, kl = chunked_logprobs_and_kl(
+                logits_of(params), logits_of(reference), states, ref_states, *extras,
+                chunk_size=chunk_size,
+            )  # fmt: skip
         if "value_head" in params:
             states = response_states(value_hidden, P, response_length=N)
             values = apply_value_head(params["value_head"], states)
         else:
             values = jnp.zeros_like(logprobs)
-        return Evaluation(logprobs, values, entropy)
+        return Evaluation(logprobs, values, entropy, kl)
 
     return evaluate
 

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from jaxppo import config as configs
 from jaxppo.core.batch import Evaluation, Objective
+from jaxppo.core.corrections import truncated_importance
 from jaxppo.core.entropy_bonus import adaptive_entropy, fixed_entropy
 from jaxppo.core.kl import KLController, adaptive_kl, fixed_kl
 from jaxppo.core.masks import missing_eos_penalty, overlong_penalty
@@ -28,7 +29,7 @@ from jaxppo.objectives import make_objective
 from jaxppo.optim import by_part, delayed, make_optimizer, make_schedule
 from jaxppo.policy import Policy
 from jaxppo.ppo import PPOConfig, ppo_step
-from jaxppo.rewards.scaling import scale_scores
+from jaxppo.rewards.scaling import scale_baseline, scale_scores
 from jaxppo.sampling import Options, Stream, make_stream, sample
 
 
@@ -55,9 +56,11 @@ class Programs(NamedTuple):
     stream, stream_eval: the same as continuous batching, with `method.decode_slots`.
     score: `(trained, frozen, initial, rollout, sampler_logprobs) -> Scored`, trees as in `Policy`;
       log-probs are those of the distribution that `generate` samples from.
-    experience: `(rollout, grid, totals, present, ended, groups, scaling, scored, kl_coef, cycle) ->
-      (batch, scaling, metrics)`; samples that are not present have no influence.
-    update: `(state, frozen, batch, key) -> (state, metrics)`; the state is donated.
+    generate_greedy: as `generate`, of the most probable tokens.
+    experience: `(rollout, grid, totals, present, ended, groups, scaling, scored, kl_coef, cycle,
+      behaviour=None, baseline=None) -> (batch, scaling, metrics)`; samples that are not present
+      have no influence, the last two are those of `Collected`.
+    update: `(state, frozen, initial, batch, key) -> (state, metrics)`; the state is donated.
     optimizer, kl, objective: what the state is made with.
     learning_rate: `(step) -> rate`.
     same_sampling: whether evaluations sample as rollouts do, so that `score` fits them too.
@@ -68,6 +71,7 @@ class Programs(NamedTuple):
     stream: Stream | None
     stream_eval: Stream | None
     score: Callable
+    generate_greedy: Callable
     experience: Callable
     update: Callable
     optimizer: optax.GradientTransformation
@@ -119,6 +123,7 @@ def make_programs(
         return make_stream(model, Options(pad_id=pad_id, stops=stops, **options))
 
     generate, stream = generator(options[True]), streamer(options[True])
+    greedy = {**options[True], "temperature": 0.0}
     drawn = {key: value for key, value in options[True].items() if key != "max_new_tokens"}
     evaluate = make_evaluate(model, trunk_layers=policy.trunk_layers, critic=policy.critic, **drawn)
     trunk = make_trunk(model, policy.trunk_layers) if policy.trunk_layers else None
@@ -139,13 +144,18 @@ def make_programs(
     objective = None if plain else _objective(config, row, most)
 
     def experience(
-        rollout, grid, totals, present, ended, groups, scaling, scored: Scored, kl_coef, cycle
-    ):
+        rollout, grid, totals, present, ended, groups, scaling, scored: Scored, kl_coef, cycle,
+        behaviour=None, baseline=None,
+    ):  # fmt: skip
         rollout = rollout._replace(mask=rollout.mask & present[:, None])
         grid, scaling, scores = scale_scores(
             grid, totals, scaling, mode=method.scale_reward, clip=method.cliprange_reward,
             mask=rollout.mask, present=present,
         )  # fmt: skip
+        if baseline is not None:
+            baseline = scale_baseline(
+                baseline, scaling, mode=method.scale_reward, clip=method.cliprange_reward
+            )
         charge = jnp.zeros(len(totals))
         if method.overlong_buffer:
             charge += overlong_penalty(
@@ -167,8 +177,10 @@ def make_programs(
         else:
             batch, metrics = make_method_experience(
                 *arguments, method=row, groups=groups if method.group_size > 1 else None,
-                ended=ended if method.mask_truncated else None, step=cycle, **common,
+                ended=ended if method.mask_truncated else None, step=cycle,
+                baseline=baseline, **common,
             )  # fmt: skip
+            batch = batch.replace(behaviour_logprobs=behaviour)
         metrics = {**scores, **metrics, "rollout/logprob_gap": scored.gap.max()}
         return batch, scaling, metrics
 
@@ -200,10 +212,14 @@ def make_programs(
         approx_kl_stop=method.approx_kl_stop,
     )
 
-    def update(state, frozen, batch, key):
+    def update(state, frozen, initial, batch, key):
+        def evaluate_now(trained, batch):
+            exact = row.kl.loss == "exact"
+            reference = without_heads(merge(initial, frozen)) if exact else None
+            return evaluate(merge(trained, frozen), batch, reference)
+
         return ppo_step(
-            state, batch, key,
-            evaluate=lambda trained, batch: evaluate(merge(trained, frozen), batch),
+            state, batch, key, evaluate=evaluate_now,
             optimizer=optimizer, kl=kl, config=settings, objective=objective,
         )  # fmt: skip
 
@@ -213,6 +229,7 @@ def make_programs(
         stream=stream,
         stream_eval=stream if same else streamer(options[False]),
         score=jax.jit(score),
+        generate_greedy=generator(greedy),
         experience=jax.jit(experience),
         update=jax.jit(update, donate_argnums=0),
         optimizer=optimizer,
@@ -238,6 +255,7 @@ def _objective(config: ConfigDict, row: Method, max_length: int) -> Objective:
         entropy=entropy,
         entropy_share=m.entropy_share,
         off_policy_threshold=m.off_policy_threshold,
+        importance=truncated_importance if m.dynamic_rounds else None,
     )
 
 

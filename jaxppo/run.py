@@ -28,16 +28,21 @@ from jaxppo.policy import Policy, make_policy
 from jaxppo.ppo import PPOState, ppo_init
 from jaxppo.programs import Programs, make_programs, memory_lines
 from jaxppo.prompts import PromptError, Prompts, prepare, take
+from jaxppo.refill import empty_surplus
 from jaxppo.rewards.scaling import ScalingState, init_scaling
 from jaxppo.rewards.scoring import as_rewards
-from jaxppo.sampling import stop_table
+from jaxppo.sampling import is_truncating, stop_table
 
 
 class LoopState(NamedTuple):
-    """Everything that a cycle changes; what a checkpoint holds."""
+    """Everything that a cycle changes; what a checkpoint holds.
+
+    surplus: samples for the next cycle, with dynamic sampling; else `()`.
+    """
 
     ppo: PPOState
     scaling: ScalingState
+    surplus: Any = ()
 
 
 class Progress(NamedTuple):
@@ -49,6 +54,7 @@ class Progress(NamedTuple):
     best: the best evaluation reward so far.
     first: figures of the evaluation before training.
     last: figures of the newest evaluation.
+    drawn: with dynamic sampling, how many cycles' worth of prompts were sampled.
     """
 
     cycle: int = 0
@@ -57,6 +63,7 @@ class Progress(NamedTuple):
     best: float | None = None
     first: dict | None = None
     last: dict | None = None
+    drawn: int = 0
 
 
 class Keys(NamedTuple):
@@ -157,6 +164,15 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
         ),
         init_scaling(config.method.ref_std, config.method.ref_mean),
     )
+    if config.method.dynamic_rounds:
+        kwargs = configs.rollout_kwargs(config)
+        length = new if conversing else kwargs["max_new_tokens"]
+        truncating = is_truncating(**{name: kwargs[name] for name in ("top_k", "top_p", "min_p")})
+        state = state._replace(
+            surplus=empty_surplus(
+                plan.rollouts_per_cycle, width, length, kept=truncating, seen=conversing
+            )
+        )
     folder = Path(config.train.checkpoint_dir)
     policy = policy._replace(trained=None)  # the state's from here on, which gives them away
     state, progress = _resume(config, folder, state, reference, console)

@@ -18,11 +18,14 @@ from ml_collections import ConfigDict
 
 from jaxppo import checkpoint, tracking
 from jaxppo import config as configs
-from jaxppo.collect import Task, collect
+from jaxppo.collect import Collected, Task, collect
 from jaxppo.environments import Environment
 from jaxppo.evaluation import evaluate
+from jaxppo.experience import Rollout
 from jaxppo.models import Model, ModelError, save_adapter, save_pretrained
+from jaxppo.programs import Scored
 from jaxppo.prompts import PromptError, prompt_indices, take
+from jaxppo.refill import refill
 from jaxppo.rewards.functions import RewardError
 from jaxppo.rewards.model import reward_model
 from jaxppo.rewards.scoring import Reward
@@ -221,21 +224,20 @@ def _cycle(
     began = time.perf_counter()
     size = run.config.method.group_size
     groups = plan.rollouts_per_cycle // size
-    indices = prompt_indices(len(run.prompts.ids), cycle, groups, run.config.train.seed)
-    indices = np.repeat(indices, size)  # samples of one prompt stand together
-    name = f"cycle {cycle + 1} rollouts"
-    with tracking.phase(run.console, name, plan.chunks_per_cycle) as advance:
-        collected = collect(
-            state.ppo.params,
-            run.policy,
-            jax.random.fold_in(keys.rollouts, cycle),
-            take(run.prompts, indices),
-            generate=programs.generate,
-            stream=programs.stream,
-            score=run.score,
-            on_chunk=advance,
-            **run.sampling,
+    key = jax.random.fold_in(keys.rollouts, cycle)
+    surplus, drawn = state.surplus, 1
+    if run.config.method.dynamic_rounds:
+        collected, surplus, drawn = refill(
+            lambda turn: _draw(
+                run, state, progress, progress.drawn + turn, jax.random.fold_in(key, turn)
+            ),
+            lambda rollout: _rescore(run, state, rollout),
+            state.surplus,
+            size=size,
+            rounds=run.config.method.dynamic_rounds,
         )
+    else:
+        collected = _draw(run, state, progress, cycle, key)
     if not collected.present.any():
         raise RewardError(f"no sample of cycle {cycle + 1} has a score: look at the rewards")
     coef = jnp.copy(state.ppo.kl.coef)
@@ -250,6 +252,8 @@ def _cycle(
         collected.scored,
         coef,
         cycle,
+        collected.behaviour,
+        collected.baseline,
     )
     row |= {
         "kl_ctl_value": coef,
@@ -257,13 +261,57 @@ def _cycle(
     }
     updating = time.perf_counter()
     key = jax.random.fold_in(keys.updates, cycle)
-    ppo, metrics = programs.update(state.ppo, run.policy.frozen, batch, key)
+    ppo, metrics = programs.update(state.ppo, run.policy.frozen, run.policy.initial, batch, key)
     row |= metrics | collected.stats | collected.times
     row["perf/tokens_per_s"] = collected.rollout.mask.sum()
     progress = progress._replace(
-        cycle=cycle + 1, step=progress.step + plan.optimizer_steps_per_cycle
+        cycle=cycle + 1,
+        step=progress.step + plan.optimizer_steps_per_cycle,
+        drawn=progress.drawn + drawn,
     )
-    return (LoopState(ppo, scaling), progress), _Dispatched(row, began, updating)
+    return (LoopState(ppo, scaling, surplus), progress), _Dispatched(row, began, updating)
+
+
+def _draw(run: Run, state: LoopState, progress: Progress, batch: int, key: jax.Array) -> Collected:
+    """A cycle's samples of the prompts of a batch; those of one prompt stand together."""
+    plan, programs, size = run.plan, run.programs, run.config.method.group_size
+    groups = plan.rollouts_per_cycle // size
+    distinct = prompt_indices(len(run.prompts.ids), batch, groups, run.config.train.seed)
+    common = {"trained": state.ppo.params, "policy": run.policy, "key": key, **run.sampling}
+    name = f"cycle {progress.cycle + 1} rollouts"
+    with tracking.phase(run.console, name, plan.chunks_per_cycle) as advance:
+        collected = collect(
+            prompts=take(run.prompts, np.repeat(distinct, size)),
+            generate=programs.generate,
+            stream=programs.stream,
+            score=run.score,
+            on_chunk=advance,
+            **common,
+        )
+    if run.config.method.name != "remax":
+        return collected
+    greedy = collect(
+        prompts=take(run.prompts, distinct), generate=programs.generate_greedy, score=None, **common
+    )
+    return collected._replace(
+        baseline=np.repeat(greedy.totals, size),
+        present=collected.present & np.repeat(greedy.present, size),
+        stats=collected.stats | {"rollout/greedy_score": float(greedy.totals.mean())},
+    )
+
+
+def _rescore(run: Run, state: LoopState, rollout: Rollout) -> Scored:
+    """What the weights of now think of samples that older ones drew, chunk by chunk."""
+    size = run.config.method.chunk_size
+    parts = [
+        run.score(
+            state.ppo.params,
+            jax.tree.map(lambda x, at=at: x[at : at + size], rollout),
+            jnp.zeros((size, rollout.tokens.shape[1])),
+        )
+        for at in range(0, len(rollout.tokens), size)
+    ]
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
 def _log(

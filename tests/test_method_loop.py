@@ -116,7 +116,7 @@ def test_rows_follow_the_config():
     [
         ({"method.name": "grpo"}, "of which there is one"),
         ({"method.group_size": 3}, "must divide method.num_rollouts"),
-        ({"method.name": "remax"}, "method.name must be"),
+        ({"method.dynamic_rounds": 2}, "has no groups; set it to 0"),
         (
             {"method.name": "rloo", "method.group_size": 4, "optimizer.critic_lr": 1e-3},
             "optimizer.critic_lr has no effect with 'rloo'",

@@ -77,7 +77,7 @@ def test_one_cycle(name, folder, critic, tmp_path):
         rollout, grid, rewards, np.ones(B, bool), samples.ended, np.arange(B), init_scaling(),
         scored, 0.1, 0,
     )  # fmt: skip
-    state, _ = programs.update(state, policy.frozen, batch, jax.random.key(2))
+    state, _ = programs.update(state, policy.frozen, policy.initial, batch, jax.random.key(2))
     after = copied(state.params)
     moved = [np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after))]
     names = list(flatten_dict(before, sep="/"))

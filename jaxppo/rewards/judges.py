@@ -79,9 +79,7 @@ def judge(
     try:
         import httpx
     except ImportError:
-        raise RewardError(
-            "a judge needs the package httpx: pip install 'jaxppo[judge]'"
-        ) from None
+        raise RewardError("a judge needs the package httpx: pip install 'jaxppo[judge]'") from None
     if not base_url.startswith(("http://", "https://")):
         raise RewardError(f"the judge's base_url {base_url!r} must begin with http:// or https://")
     try:

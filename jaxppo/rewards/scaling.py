@@ -91,6 +91,24 @@ def scale_scores(
     return grid / divisor, ScalingState(moments, ref_std, ref_mean), metrics
 
 
+def scale_baseline(
+    baseline, state: ScalingState, *, mode: str | None, clip: float | None
+) -> jax.Array:
+    """Brings scores of other samples, `[B]`, to the scale of those that `state` has just scaled.
+
+    Args:
+      baseline: scores as rewards give them.
+      state: from `scale_scores` of the same cycle.
+      mode, clip: as there.
+    """
+    if clip:
+        baseline = jnp.clip(baseline, -clip, clip)
+    if mode == "ref_centred":
+        baseline = baseline - state.ref_mean
+    divisor = {None: 1.0, "running": _spread(state.moments)}.get(mode, state.ref_std)
+    return baseline / jnp.where(divisor > 0, divisor, 1.0)
+
+
 def _spread(moments: MomentsState) -> jax.Array:
     """The standard deviation, or 0 where it is no more than what float32 rounds off the mean."""
     std = moments_std(moments)

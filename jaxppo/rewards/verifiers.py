@@ -128,8 +128,8 @@ def math_equal(column: str = "answer", extract: Extract = None) -> Callable:
         raise RewardError(
             "math_equal needs the package math-verify: pip install 'jaxppo[reasoning]'"
         ) from None
-    # it warns at every call that it has no time limit; ours is `Reward.timeout`, since its own works
-    # by signals, which only the main thread gets
+    # it warns at every call that it has no time limit; ours is `Reward.timeout`, since its own
+    # works by signals, which only the main thread gets
     for name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     find = _finder(extract)
