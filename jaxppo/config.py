@@ -16,10 +16,11 @@ a mistake is told before a model is. What differs from trlx:
 - `tracker` is None by default, and JSON lines are always written;
 - gradients are clipped to norm 1 (`optimizer.max_grad_norm`; trlx did not clip).
 
-New beside trlx's: `train.{resume, keep_checkpoints, log_samples, cache_trunk,
-critic_warmup_steps}`, `model.{value_head, critic_path, compute_dtype, lora}` (trlx's `peft_config`
-is read as `lora`), `tokenizer.truncate_prompts`, `optimizer.{max_grad_norm, critic_lr}`,
-`scheduler.warmup_steps`, `method.{kl_estimator, approx_kl_stop, whiten_advantages}`.
+New beside trlx's: the sections `reward` and `environment`; `train.{resume, keep_checkpoints,
+log_samples, cache_trunk, compile_cache, profile, overlap_rewards, critic_warmup_steps}`,
+`model.{value_head, critic_path, compute_dtype, lora}` (trlx's `peft_config` is read as `lora`),
+`tokenizer.truncate_prompts`, `optimizer.{max_grad_norm, critic_lr}`, `scheduler.warmup_steps`,
+`method.{kl_estimator, approx_kl_stop, whiten_advantages}` and what belongs to the methods.
 """
 
 import difflib
@@ -69,6 +70,8 @@ def default_config() -> ConfigDict:
         "log_samples": 4,  # rows of the sample table at an evaluation
         "overlap_rewards": True,  # in a thread while the next chunk is sampled
         "cache_trunk": True,  # keep the states of layers that are not trained over the epochs
+        "compile_cache": "auto",  # folder of compiled programs; auto: the user's cache; "off"
+        "profile": False,  # a trace of the second cycle, for TensorBoard and Perfetto
         "critic_warmup_steps": 0,  # first optimizer steps, in which only what gives values learns
     }
     model = {
@@ -476,7 +479,7 @@ _RANGES = (
     ),
     ("a list of strings", lambda v: all(isinstance(tag, str) for tag in v), "train.tags"),
     ("from 0 to 4294967295", lambda v: 0 <= v < 2**32, "train.seed"),
-    ("the path of a folder", bool, "train.checkpoint_dir"),
+    ("the path of a folder", bool, "train.checkpoint_dir train.compile_cache"),
     ("-1 (all layers) or a number of layers", lambda v: v >= -1, "model.num_layers_unfrozen"),
     (
         "a list of names or regular expressions",

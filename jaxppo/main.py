@@ -6,7 +6,8 @@ A config file is a Python file with two functions:
     make_task(config) -> Task            # prompts, reward function, and what else the run is about
 
 `--config=FILE:arg` hands `arg` to `get_config`; `--config.section.option=value` changes an option;
-`--workdir=FOLDER` sets the run folder. The same command again continues a run that was stopped.
+`--workdir=FOLDER` sets the run folder; `--profile` writes a trace of the second cycle into it, for
+TensorBoard or Perfetto. The same command again continues a run that was stopped.
 """
 
 import importlib.util
@@ -50,6 +51,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict | None, ModuleType | None]:
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, flag_values=values)
     flags.DEFINE_string("workdir", None, "", flag_values=values)
+    flags.DEFINE_bool("profile", False, "", flag_values=values)
     if any(arg in ("-h", "--help", "-help", "--helpfull") for arg in argv[1:]):
         return None, None
     before, sys.argv = sys.argv, argv  # config_flags looks for its overrides there
@@ -77,6 +79,8 @@ def _parse(argv: list[str]) -> tuple[ConfigDict | None, ModuleType | None]:
     filename, variant = _config_file(values)
     module = _module(filename)
     config = configs.make_config(values.config)
+    if values.profile:
+        config.train.profile = True
     if values.workdir:
         config.train.checkpoint_dir = values.workdir
     elif config.train.checkpoint_dir is None:

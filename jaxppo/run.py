@@ -4,6 +4,7 @@ Everything that can be refused is refused here, before the run folder is touched
 """
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,7 @@ class Run(NamedTuple):
     policy: architectures, modes and frozen parameters.
     score: `(trained, rollout, sampler_logprobs) -> Scored`, against the reference.
     reference: the fingerprint of the reference's parameters.
+    began: by `time.perf_counter`, before anything was loaded.
     """
 
     config: ConfigDict
@@ -99,10 +101,12 @@ class Run(NamedTuple):
     reference: str
     sink: tracking.Sink
     console: Any
+    began: float
 
 
 def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState, Progress]:
     """Loads, checks and plans; makes the run folder last, when nothing can be refused any more."""
+    began = time.perf_counter()
     rewards = () if task.reward_fn is None else as_rewards(task.reward_fn)
     path = task.model_path or config.model.model_path
     if not path:
@@ -216,6 +220,7 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
         reference=reference,
         sink=_sinks(config, folder, progress),
         console=console,
+        began=began,
     )
     return run, state, progress
 

@@ -1,12 +1,12 @@
 """The training loop, and `train(...)` for Python callers."""
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,6 +136,7 @@ def run_task(config: ConfigDict, task: Task, *, console=None) -> Trained:
     if config.train.checkpoint_dir is None:  # a new folder each time: nothing to resume
         config.train.checkpoint_dir = _new_folder()
     console = console or tracking.make_console()
+    tracking.use_compile_cache(config.train.compile_cache)
     run, state, progress = prepare_run(config, task, console)
     compiles = tracking.count_compiles()
     try:
@@ -157,11 +158,11 @@ def _loop(
 ) -> tuple[LoopState, Progress]:
     """Trains until the plan is done. Every cycle is a function of (seed, cycle) and the state."""
     train, plan = run.config.train, run.plan
-    saved, unlogged = progress.cycle, None
+    saved, unlogged, first = progress.cycle, None, progress.cycle
     try:
         while True:
             if unlogged is not None:
-                _log(run, progress, unlogged, compiles)
+                _log(run, progress, unlogged, compiles, first=progress.cycle == first + 1)
                 unlogged = None
             before = progress.step - plan.optimizer_steps_per_cycle
             done = progress.cycle >= plan.cycles
@@ -177,7 +178,11 @@ def _loop(
                 saved = progress.cycle
             if done:
                 return state, progress
-            (state, progress), unlogged = _cycle(run, state, progress)
+            traced = train.profile and progress.cycle == first + 1  # compiled by then
+            with jax.profiler.trace(str(run.folder / "profile")) if traced else nullcontext():
+                (state, progress), unlogged = _cycle(run, state, progress)
+                if traced:
+                    jax.block_until_ready(state)
     except (Exception, KeyboardInterrupt) as error:
         # what is complete is worth keeping, unless it is what failed
         whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
@@ -197,7 +202,7 @@ def _keep_rollouts(run: Run, progress: Progress, error: RewardError) -> RewardEr
     path = run.folder / "failed_rollouts.jsonl"
     where = {"cycle": progress.cycle + 1, "step": progress.step, "error": str(error)}
     lines = [json.dumps(where | row, default=str) + "\n" for row in error.rollouts]
-    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:
         file.writelines(lines)
         told = RewardError(f"{error}; its {len(lines)} samples are in {path}")
         told.__cause__ = error
@@ -315,9 +320,14 @@ def _rescore(run: Run, state: LoopState, rollout: Rollout) -> Scored:
 
 
 def _log(
-    run: Run, progress: Progress, dispatched: _Dispatched, compiles: Callable[[], int]
+    run: Run,
+    progress: Progress,
+    dispatched: _Dispatched,
+    compiles: Callable[[], int],
+    *,
+    first: bool = False,
 ) -> None:
-    """Waits for a cycle's figures, checks and records them."""
+    """Waits for a cycle's figures, checks and records them; the first time, the start-up too."""
     with tracking.phase(run.console, f"cycle {progress.cycle} updates", None):
         row = {name: float(x) for name, x in jax.device_get(dispatched.row).items()}
     now = time.perf_counter()
@@ -325,6 +335,8 @@ def _log(
     row["time/cycle"] = now - dispatched.began
     row["perf/tokens_per_s"] /= row["time/cycle"]
     row["perf/compiles"] = compiles()
+    if first:
+        row["time/to_first_update"] = now - run.began
     _check_finite(row, progress.step, run)
     run.sink.write(progress.step, row)
     tracking.cycle_line(run.console, progress.cycle, run.plan.cycles, progress.step, row)

@@ -1,5 +1,6 @@
 """Figures of a run: files, trackers, console."""
 
+from jaxppo.tracking.compile_cache import use_compile_cache
 from jaxppo.tracking.compiles import count_compiles
 from jaxppo.tracking.console import (
     cycle_line,
@@ -34,6 +35,7 @@ __all__ = [
     "show_samples",
     "show_summary",
     "tensorboard",
+    "use_compile_cache",
     "visible",
     "wandb_sink",
 ]
