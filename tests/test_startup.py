@@ -37,7 +37,11 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path):
     written = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert done.stdout.startswith(str(tmp_path / "jaxppo"))
         written.append({p.name for p in tmp_path.rglob("*-cache")})
