@@ -6,7 +6,9 @@ Problems, model and reward are those of grpo_arithmetic.py. Groups whose answers
 all wrong say nothing about what is better; here others are drawn in their place, up to three times
 a cycle, and what is too much begins the next cycle, weighted for the weights that drew it.
 
-RESULT
+Two CPU cores, 6 minutes: of the unseen problems 0 % right before, 52 % after 300 cycles, 86 % after
+400, 98.5 % from 500 to 800, at 2.3 draws a cycle. On so small a task GRPO is there sooner, since a
+draw without signal costs as much as one with it.
 """
 
 import itertools

@@ -7,7 +7,9 @@ of a word earns the change of P(positive). The words of a review together earn t
 between the whole and its beginning, so the best policy is the same; PPO is told sooner which word
 did it.
 
-RESULT
+Two CPU cores, float32: 6 minutes for 60 cycles of 128 rollouts, 480 optimizer steps, on a machine
+where gpt2_sentiment.py took 4.6. On 256 held-out prompts: what the words add -.01 -> .38, and with
+it P(positive) .507 -> .895, VADER .12 -> .48, at 20.0 nats of KL a sample.
 """
 
 
