@@ -339,11 +339,11 @@ def test_an_interrupt_while_the_updates_run_loses_nothing(
     module, waits = importlib.import_module("jaxppo.train"), []
     log = module._log
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         waits.append(1)
         if len(waits) == 2:
             raise KeyboardInterrupt
-        log(*args)
+        log(*args, **options)
 
     monkeypatch.setattr(module, "_log", interrupted)
     with pytest.raises(KeyboardInterrupt):
