@@ -2,7 +2,7 @@
 
 Made on the host, of lengths alone; nothing here knows a model. What is packed is what a model is
 fed: a sample's prompt and its response but for the last token, which predicts nothing. Samples with
-the same prompt share it: it stands once in a row, and the responses behind it see it and themselves.
+the same prompt share it: it stands once in a row, and responses behind it see it and themselves.
 
 The shapes of a pack come from a short list, `rungs`, so that a run compiles few programs: a
 micro-batch has as many slots as the smallest rung that its tokens fit in, and never more than the

@@ -1,5 +1,7 @@
 """Packs of ragged samples: what stands where, how little is wasted, how many shapes there are."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -98,7 +100,7 @@ def test_a_group_too_long_for_a_row_is_cut():
         np.full(9, 10), np.full(9, 8), prompt=10, new=8, layout=layout, same_prompt=np.zeros(9)
     )
     check(packed, np.full(9, 10), np.full(9, 8), 10, 8, np.zeros(9))
-    M, R, L = packed.slots.source.shape
+    _, R, L = packed.slots.source.shape
     assert R * L <= 64
 
 
@@ -144,7 +146,7 @@ def test_rungs_are_within_the_budget_and_close_together():
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == 3000
     assert sizes[0] >= 143
-    assert all(b <= a * 17 / 16 for a, b in zip(sizes, sizes[1:]))
+    assert all(b <= a * 17 / 16 for a, b in itertools.pairwise(sizes))
     for size in sizes:
         R, L = shape_of(size, layout)
         assert 143 <= L < 2 * 143 + 2
