@@ -92,8 +92,8 @@ def last_number(text: str) -> float | None:
 def matches(pattern: str | re.Pattern, flags: int = 0, *, full: bool = True) -> Callable:
     """Makes a reward for outputs of a form.
 
-    A pattern whose repeats contain repeats can take for ever on some text: give such a reward a
-    time-out, `Reward(matches(...), timeout=5)`.
+    A pattern whose repeats contain repeats, such as `(a+)+b`, can take for ever on some text, and
+    `Reward.timeout` can't help: a search holds up all threads of Python. Write patterns without.
 
     Args:
       pattern: a regular expression.
@@ -113,7 +113,9 @@ def math_equal(column: str = "answer", extract: Extract = None) -> Callable:
     r"""Makes a reward for outputs that are mathematically equal to the right answer.
 
     The package math-verify reads both (LaTeX, `\boxed{}`, expressions, sets, intervals) and
-    compares. It can think for very long about some expressions: `Reward(math_equal(), timeout=10)`.
+    compares. It can think for very long about some expressions. `Reward(math_equal(), timeout=10)`
+    ends most of that, but not arithmetic with enormous integers (`9^{9^{9}}`), during which no
+    other thread of Python runs.
 
     Args:
       column: holds the right answers, as text or numbers.
