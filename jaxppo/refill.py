@@ -91,7 +91,8 @@ def refill(
       rounds: the most draws.
 
     Returns:
-      `R` samples, with `Collected.behaviour`; the new surplus; and the rounds it took.
+      `R` samples, with `Collected.behaviour` and without their texts; the new surplus; and the
+      rounds it took. Figures are those of all draws.
     """
     R = len(surplus.totals)
     good, spare, drawn = [], [], []
@@ -119,22 +120,26 @@ def refill(
     over = _rows(whole, np.arange(R, R + count)) if count else _rows(whole, np.zeros(R, int))
     over = jax.tree.map(fill, over._replace(scored=None))
     new = Surplus(jnp.asarray(count, jnp.int32), *over[:5], over.behaviour)
-    mean = lambda name: {  # noqa: E731
-        key: float(np.mean([getattr(found, name).get(key, 0.0) for found in drawn]))
-        for key in getattr(drawn[0], name)
-    }
-    times = {
-        key: value * (len(drawn) if key.startswith("time/") else 1)
-        for key, value in mean("times").items()
-    }
     held = jax.tree.map(jnp.asarray, (kept.rollout, kept.scored, kept.behaviour))
     collected = drawn[-1]._replace(
         rollout=held[0], grid=kept.grid, totals=kept.totals, present=kept.present,
         ended=kept.ended, scored=held[1], behaviour=held[2],
-        stats=mean("stats") | {"rollout/rounds": float(len(drawn)), "rollout/surplus": count},
-        times=times,
+        samples=[], prompts=[], outputs=[],
+        stats=_over_draws([found.stats for found in drawn])
+        | {"rollout/rounds": float(len(drawn)), "rollout/surplus": count},
+        times=_over_draws([found.times for found in drawn]),
     )  # fmt: skip
     return collected, new, len(drawn)
+
+
+def _over_draws(figures: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds and counts add up; others are averaged over the draws that have them."""
+    whole = {}
+    for key in dict.fromkeys(key for part in figures for key in part):
+        values = [part[key] for part in figures if key in part]
+        adds = key.startswith("time/") or key.endswith(("/none", "/dropped", "/failures"))
+        whole[key] = float(np.sum(values) if adds else np.mean(values))
+    return whole
 
 
 def _has_signal(totals: np.ndarray, present: np.ndarray, size: int) -> np.ndarray:

@@ -298,10 +298,13 @@ def _draw(run: Run, state: LoopState, progress: Progress, batch: int, key: jax.A
     greedy = collect(
         prompts=take(run.prompts, distinct), generate=programs.generate_greedy, score=None, **common
     )
+    stats = dict(collected.stats)
+    if greedy.present.any():
+        stats["rollout/greedy_score"] = float(greedy.totals[greedy.present].mean())
     return collected._replace(
         baseline=np.repeat(greedy.totals, size),
         present=collected.present & np.repeat(greedy.present, size),
-        stats=collected.stats | {"rollout/greedy_score": float(greedy.totals.mean())},
+        stats=stats,
     )
 
 

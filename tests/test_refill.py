@@ -74,6 +74,21 @@ def test_groups_without_signal_are_replaced_and_the_rest_is_kept():
     assert (rounds, int(surplus.count)) == (1, 0)
 
 
+def test_figures_of_several_draws_add_up_or_are_averaged_over_those_that_have_them():
+    draw = drawing([[1, 1, 0, 1, 0, 0], [0, 1, 1, 0, 1, 0]])
+    figures = [
+        {"rollout/ended": 0.0, "rewards/a/dropped": 1.0, "rewards/a/mean": 3.0},
+        {"rollout/ended": 1.0, "rewards/a/dropped": 2.0},
+    ]
+    collected, *_ = refill(
+        lambda turn: draw(turn)._replace(stats=figures[turn]),
+        rescored, empty_surplus(R, P, N, kept=False, seen=False), size=SIZE, rounds=4,
+    )  # fmt: skip
+    assert collected.stats["rollout/ended"] == 0.5
+    assert collected.stats["rewards/a/dropped"] == 3.0
+    assert collected.stats["rewards/a/mean"] == 3.0  # not half of it: one draw scored nothing
+
+
 def test_where_rounds_are_over_groups_without_signal_fill_up():
     collected, surplus, rounds = filled([[0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]], rounds=2)
     assert ids(collected)[:2] == [0, 1]
