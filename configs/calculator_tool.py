@@ -61,6 +61,7 @@ class Calculator:
 
 def make_task(config):
     from jaxppo import Task
+    from jaxppo.assets import character_model
 
     every = [
         {"prompt": f"{a}*{b}=", "product": f"{a * b:04d}"}
@@ -69,27 +70,17 @@ def make_task(config):
     ]
     random.Random(0).shuffle(every)
     held_out = len(every) // 8
+    folder = config.train.checkpoint_dir + "-start"
     return Task(
         prompts=every[held_out:],
         eval_prompts=every[: min(held_out, 512)],
         environment=Calculator,
         metric_fn=solved,
-        model_path=None if config.model.model_path else fresh_model(config),
+        model_path=config.model.model_path
+        or character_model(folder, CHARACTERS, positions=32, seed=config.train.seed),
     )
 
 
 def solved(outputs, product):
     """The share of right answers; what is said is "37*58", "2146", "2146" and one more letter."""
     return {"right": [float(text[9:13] == right) for text, right in zip(outputs, product)]}
-
-
-def fresh_model(config):
-    """Writes a model with random weights beside the run folder, once."""
-    from pathlib import Path
-
-    from jaxppo.assets import save_character_model
-
-    folder = Path(config.train.checkpoint_dir + "-start")
-    if not (folder / "config.json").exists():
-        save_character_model(folder, CHARACTERS, positions=32, seed=config.train.seed)
-    return folder

@@ -61,9 +61,8 @@ def make_task(config):
     from jaxppo.assets import asset, sentiment_task
 
     classify = reward_model(asset("reviews-sentiment"), label="POSITIVE")
-    task = sentiment_task(gains(classify))
+    task = sentiment_task(gains(classify), model_path=config.model.model_path)
     metric_fn = task.metric_fn or (lambda samples, **_: {})
     return task._replace(
-        metric_fn=lambda samples, **_: {**metric_fn(samples), "positive": list(classify(samples))},
-        model_path=None if config.model.model_path else task.model_path,
+        metric_fn=lambda samples, **_: {**metric_fn(samples), "positive": list(classify(samples))}
     )

@@ -70,8 +70,7 @@ def make_task(config):
             reward_fn=configured_reward(config),
             metric_fn=lexicon_metric(),
         )
-    task = sentiment_task(held_out=HELD_OUT)
-    return task._replace(model_path=None) if config.model.model_path else task
+    return sentiment_task(model_path=config.model.model_path, held_out=HELD_OUT)
 
 
 def imdb_beginnings():

@@ -55,31 +55,18 @@ def problems():
     return every
 
 
-def exact(outputs, answer, **_):
-    """1 for the right answer and 0 for any other."""
-    return [float(output.strip() == right) for output, right in zip(outputs, answer)]
-
-
 def make_task(config):
     from jaxppo import Task
+    from jaxppo.assets import character_model
+    from jaxppo.rewards import exact_answer
 
     every = problems()
     held_out = len(every) // 5
+    folder = config.train.checkpoint_dir + "-start"
     return Task(
         prompts=every[held_out:],
         eval_prompts=every[:held_out],
-        reward_fn=exact,
-        model_path=None if config.model.model_path else fresh_model(config),
+        reward_fn=exact_answer(),
+        model_path=config.model.model_path
+        or character_model(folder, CHARACTERS, seed=config.train.seed),
     )
-
-
-def fresh_model(config):
-    """Writes a model with random weights beside the run folder, once."""
-    from pathlib import Path
-
-    from jaxppo.assets import save_character_model
-
-    folder = Path(config.train.checkpoint_dir + "-start")
-    if not (folder / "config.json").exists():
-        save_character_model(folder, CHARACTERS, seed=config.train.seed)
-    return folder

@@ -58,24 +58,15 @@ class GuessingGame:
 
 def make_task(config):
     from jaxppo import Task
+    from jaxppo.assets import character_model
 
     numbers = range(1, 2**config.environment.max_turns)
     every = [{"prompt": "?", "number": number} for number in numbers]
+    folder = config.train.checkpoint_dir + "-start"
     return Task(
         prompts=every,
         eval_prompts=every * 32,
         environment=GuessingGame,
-        model_path=None if config.model.model_path else fresh_model(config),
+        model_path=config.model.model_path
+        or character_model(folder, CHARACTERS, seed=config.train.seed),
     )
-
-
-def fresh_model(config):
-    """Writes a model with random weights beside the run folder, once."""
-    from pathlib import Path
-
-    from jaxppo.assets import save_character_model
-
-    folder = Path(config.train.checkpoint_dir + "-start")
-    if not (folder / "config.json").exists():
-        save_character_model(folder, CHARACTERS, seed=config.train.seed)
-    return folder

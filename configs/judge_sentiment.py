@@ -54,5 +54,5 @@ def make_task(config):
             f"the environment variable {error} is not set: the judge's endpoint is JUDGE_URL, such "
             "as http://localhost:8000/v1, its model JUDGE_MODEL"
         ) from None
-    task = sentiment_task(Reward(judge(url, model, TEMPLATE), on_error="drop", retries=0))
-    return task._replace(model_path=None) if config.model.model_path else task
+    reward = Reward(judge(url, model, TEMPLATE), on_error="drop", retries=0)
+    return sentiment_task(reward, model_path=config.model.model_path)

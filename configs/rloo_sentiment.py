@@ -39,5 +39,4 @@ def get_config():
 def make_task(config):
     from jaxppo.assets import sentiment_task
 
-    task = sentiment_task()
-    return task._replace(model_path=None) if config.model.model_path else task
+    return sentiment_task(model_path=config.model.model_path)

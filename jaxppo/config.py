@@ -420,10 +420,14 @@ def scheduler_kwargs(config: ConfigDict) -> dict[str, Any]:
 
 def response_room(config: ConfigDict, conversing: bool) -> int:
     """The most tokens that follow a prompt, in rollouts and evaluations."""
-    several = (rollout_kwargs(config), eval_kwargs(config))
-    longest = max(kwargs["max_new_tokens"] for kwargs in several)
-    e = config.environment
+    e, longest = config.environment, longest_action(config)
     return e.max_turns * longest + e.observation_tokens if conversing else longest
+
+
+def longest_action(config: ConfigDict) -> int:
+    """The most tokens sampled at once, in rollouts and evaluations."""
+    several = (rollout_kwargs(config), eval_kwargs(config))
+    return max(kwargs["max_new_tokens"] for kwargs in several)
 
 
 def option_names() -> set[str]:

@@ -205,10 +205,7 @@ def prepare_run(config: ConfigDict, task: Task, console) -> tuple[Run, LoopState
                 converse,
                 task.environment,
                 max_turns=config.environment.max_turns,
-                action_tokens=max(
-                    kwargs["max_new_tokens"]
-                    for kwargs in (configs.rollout_kwargs(config), configs.eval_kwargs(config))
-                ),
+                action_tokens=configs.longest_action(config),
                 observation_tokens=config.environment.observation_tokens,
                 prompt_width=width,
                 tokenizer=tokenizer,

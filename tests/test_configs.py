@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -24,7 +25,8 @@ def test_a_config_is_valid_and_says_what_to_expect(path):
     spec.loader.exec_module(module)
     configs.validate(module.get_config())
     assert f"--config=configs/{path.name}" in module.__doc__
-    assert "minutes" in module.__doc__ or "seconds" in module.__doc__ or "time" in module.__doc__
+    measured = re.search(r"[\d.:]+\s(minutes|seconds)", module.__doc__)
+    assert measured or path.stem == "judge_sentiment"  # there the judge's time is all there is
     assert "RESULT" not in module.__doc__
 
 

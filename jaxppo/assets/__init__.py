@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxppo.collect import Task
+    from jaxppo.rewards import Reward
 
 
 def asset(name: str) -> Path:
@@ -27,11 +28,17 @@ def review_prompts() -> list[str]:
     return asset("reviews_prompts.txt").read_text(encoding="utf-8").splitlines()
 
 
-def sentiment_task(reward_fn: Callable | None = None, *, held_out: int = 256) -> Task:
+def sentiment_task(
+    reward_fn: Callable | Reward | None = None,
+    *,
+    model_path: str | None = None,
+    held_out: int = 256,
+) -> Task:
     """Reviews that are to become positive: the embedded prompts, model, and reward.
 
     Args:
       reward_fn: in place of the embedded classifier's probability of "positive".
+      model_path: in place of the embedded model.
       held_out: so many prompts, the last ones, are only evaluated on.
     """
     from jaxppo import Task, reward_model
@@ -42,7 +49,7 @@ def sentiment_task(reward_fn: Callable | None = None, *, held_out: int = 256) ->
         eval_prompts=prompts[-held_out:],
         reward_fn=reward_fn or reward_model(asset("reviews-sentiment"), label="POSITIVE"),
         metric_fn=lexicon_metric(),
-        model_path=asset("reviews-gpt2"),
+        model_path=model_path or asset("reviews-gpt2"),
     )
 
 
@@ -59,18 +66,24 @@ def lexicon_metric() -> Callable | None:
     return lambda samples, **_: {"vader": [vader.polarity_scores(s)["compound"] for s in samples]}
 
 
-def save_character_model(
+def character_model(
     folder: str | Path, characters: str, *, positions: int = 16, seed: int = 0, **sizes: int
-) -> None:
-    """Writes a small GPT-2 with random weights and one token a character, to learn from nothing.
+) -> Path:
+    """A small GPT-2 with random weights and one token a character, to learn from nothing.
 
     Args:
-      folder: where to; a Hugging Face folder.
+      folder: a Hugging Face folder, which is written if it is not there.
       characters: the vocabulary, besides a padding token.
       positions: the most tokens of prompt and response together.
       seed: of the weights.
       **sizes: n_embd (64), n_layer (2), n_head (4), or other keys of a GPT-2's config.json.
+
+    Returns:
+      The folder.
     """
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        return folder
     import jax
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -87,3 +100,4 @@ def save_character_model(
         "n_positions": positions, "n_embd": 64, "n_layer": 2, "n_head": 4,
     } | sizes)  # fmt: skip
     save_pretrained(folder, model, model.init(jax.random.key(seed)), tokenizer)
+    return folder

@@ -73,10 +73,9 @@ def call_reward(
     Args:
       fn: returns for each sample a number; a list of numbers, one a response token from the first
         on, the rest 0; a list of `Span`; None where it does not apply; or an exception where it
-        failed for that sample alone. Lists of one number for
-        all samples are scores of samples. Of the keywords it is given those that it takes, except
-        what a `functools.partial` has bound; if it takes none, the samples by position. It gets
-        copies of the lists.
+        failed for that sample alone. Lists of one number for all samples are scores of samples. Of
+        the keywords it is given those that it takes, except what a `functools.partial` has bound;
+        if it takes none, the samples by position. It gets copies of the lists.
       samples, prompts, outputs: `B` strings each; a sample is prompt and output together.
       tokenizer: passed on.
       columns: further keyword arguments, `B` values each.
