@@ -5,6 +5,9 @@ import pytest
 from helpers import GOLDEN_MODELS
 
 from jaxppo import load_pretrained
+from jaxppo.tracking import use_compile_cache
+
+use_compile_cache("auto")  # half of the suite's time is compiling
 
 
 @pytest.fixture(scope="session")

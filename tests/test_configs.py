@@ -31,7 +31,7 @@ def test_a_config_is_valid_and_says_what_to_expect(path):
 
 
 SHORT = ["train.epochs=2", "train.log_samples=1"]
-TINY = ["method.num_rollouts=16", "method.chunk_size=16", "train.batch_size=16", *SHORT]
+TINY = ["method.num_rollouts=64", "method.chunk_size=64", "train.batch_size=64", *SHORT]
 
 
 @pytest.mark.parametrize(
